@@ -62,10 +62,11 @@ def add_commands(commands: Any) -> None:
         "profile",
         help="measure which layers of a pair may be reused, at what quality and cost",
         description="Measure every block of layers of a pair on a data set, choose the smallest "
-        "one that keeps the quality, judge it on held-out data, and write a profile for servers. "
-        "The same command goes on where an earlier one was stopped. Exit status 3 where the pair "
-        "did not pass. `droidspeak profile show FILE` prints a profile, `verify FILE ...` judges "
-        "it on other data, and `calibrate FILE ...` measures what the drift guard allows it.",
+        "block that keeps the quality, judge it on held-out data, and write a profile for "
+        "servers. If a run was stopped, the same command continues it. Exit status 3 if the "
+        "pair did not pass. `droidspeak profile show FILE` prints a profile, `verify FILE "
+        "...` judges it on other data, and `calibrate FILE ...` measures which distance the "
+        "drift guard allows its plans.",
         allow_abbrev=False,
     )
     add_flags(profile, "models", "many", "data", "out", "choice")
@@ -77,30 +78,35 @@ def add_commands(commands: Any) -> None:
     show = actions.add_parser("show", help="print a profile, or draw it", allow_abbrev=False)
     _add_profile(show)
     show.add_argument(
-        "--out", type=Path, metavar="DIR", help="draw pictures there, and one page with all of them"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for pictures, and for a page with all of them",
     )
     show.add_argument(
         "--verify-verdict",
         action="store_true",
-        help="compute the verdict again from the held-out scores that the profile keeps",
+        help="compute the verdict again, from the held-out scores in the profile",
     )
-    show.add_argument("--json", action="store_true", help="the verdict as one line of JSON")
+    show.add_argument("--json", action="store_true", help="print the verdict as one line of JSON")
     show.set_defaults(run=_show)
     verify = actions.add_parser(
         "verify",
-        help="measure what servers use of a profile on other data",
-        description="Measure the plans that servers use of a profile that passed, on data that it "
-        "has not seen, and say whether the verdict holds. Exit status 3 where it does not, and 4 "
-        "where the data are too few to show it.",
+        help="judge a profile's plans again, on other data",
+        description="Measure those plans of a passed profile that servers use, on data that the "
+        "profile has not seen, and say whether the verdict holds. Exit status 3 if it does not "
+        "hold, 4 if there are too few data to show that it holds.",
         allow_abbrev=False,
     )
-    verify.add_argument("--json", action="store_true", help="the result as one line of JSON")
+    verify.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     calibrate = actions.add_parser(
         "calibrate",
-        help="measure what the drift guard allows a profile's plans",
-        description="Measure how far answers by a profile's plans are from full prefill's, on the "
-        "held-out data that it was judged on, and write that into it: where it is missing, or more "
-        "data make it tighter. The same command goes on where an earlier one was stopped.",
+        help="measure which distance the drift guard allows a profile's plans",
+        description="Measure how far answers by a profile's plans are from full prefill's "
+        "answers, and write this distance into the profile. Use it if a profile lacks the "
+        "distance, or if more data can make it smaller. The data have to contain the held-out "
+        "data on which the profile was judged. If a run was stopped, the same command continues "
+        "it.",
         allow_abbrev=False,
     )
     for parser, run in ((verify, _verify), (calibrate, _calibrate)):

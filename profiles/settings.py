@@ -48,70 +48,86 @@ class Settings:
     """Settings of `droidspeak profile`. Most fields are flags. Raises ConfigError for impossible
     values."""
 
-    sender: Path | None = _models(None, "checkpoint whose cache is read", "PATH")
+    sender: Path | None = _models(
+        None, "checkpoint of the model that reads first, and shares its cache", "PATH"
+    )
     sender_lora: Path | None = _models(None, "PEFT adapter on the sender", "PATH")
-    receiver: Path | None = _models(None, "checkpoint that answers", "PATH")
+    receiver: Path | None = _models(None, "checkpoint of the model that answers", "PATH")
     receiver_lora: Path | None = _models(None, "PEFT adapter on the receiver", "PATH")
     names: tuple[str, str] | None = None
     """Names of sender and receiver, if a run over several models has named them; no flag."""
     dtype: str = _models(
-        "bfloat16", "as the servers': rounding is part of the quality", choices=DTYPES
+        "bfloat16",
+        "number format, the same as in the servers, because rounding is part of the quality",
+        choices=DTYPES,
     )
-    device: str = _models("auto", "default: a GPU where there is one", "DEVICE")
-    page_size: int = _models(16, "tokens, as the servers'; only whole pages are reused", "N")
+    device: str = _models("auto", "device; default: a GPU if there is one", "DEVICE")
+    page_size: int = _models(
+        16, "page size in tokens, the same as in the servers; only whole pages are reused", "N"
+    )
     sender_device: str | None = _models(
-        None, "default: the receiver's; another where one device cannot hold both models", "DEVICE"
+        None,
+        "device of the sender, if one device cannot hold both models; default: the receiver's",
+        "DEVICE",
     )
     """Device of the sender. With two devices, KV and E move between them through the host's
     memory."""
     max_memory_gb: float | None = _models(
         None,
-        "of the host's memory, beside the models' weights; default: most of what is free",
+        "most host memory to use in addition to the models' weights; default: most of the "
+        "free memory",
         "GIB",
     )
     max_device_memory_gb: float | None = _models(
         None,
-        "of each device's memory, beside the models' weights; default: most of what is free",
+        "most memory of each device to use in addition to the models' weights; default: "
+        "most of the free memory",
         "GIB",
     )
 
     models: Path | None = _many(
         None,
-        "YAML with NAME: {model: PATH, adapter: PATH, data: [FILE]} of each model; all pairs of "
-        "them that can matter are profiled, into the folder --out",
+        "YAML with NAME: {model: PATH, adapter: PATH, data: [FILE]} for each model; all "
+        "pairs of these models that can matter are profiled, and --out is the folder for "
+        "the profiles",
         "FILE",
     )
     adapters: Path | None = _many(
-        None, "folder of PEFT adapters; NAME.jsonl in it asks adapter NAME, or the base", "DIR"
+        None,
+        "folder of PEFT adapters; NAME.jsonl in it has questions to adapter NAME, or to the base",
+        "DIR",
     )
-    base: Path | None = _many(None, "checkpoint that --adapters are of", "PATH")
+    base: Path | None = _many(None, "checkpoint that is the base of --adapters", "PATH")
 
     line: tuple[str, ...] = _many(
         (),
-        "three or more checkpoints, each made from the one before; one plan is chosen for all "
-        "consecutive pairs, and judged on each",
+        "three or more checkpoints, each made from the one before; one plan is chosen for "
+        "all consecutive pairs, and judged on each pair",
         "PATH",
         nargs="+",
     )
 
     data: tuple[str, ...] = _data(
         (),
-        "JSONL as LongBench v1, a folder of it, longbench:NAME, gsm8k, gsm8k:FILE or log:FILE; may "
-        "be given several times",
+        "questions about documents: JSONL as LongBench v1, a folder of such files, "
+        "longbench:NAME, gsm8k, gsm8k:FILE or log:FILE; may be given several times",
         "DATA",
     )
     from_log: tuple[str, ...] = _data(
         (),
-        "the same as --data log:FILE: prompts of a server's request log, compared by --metric same",
+        "the same as --data log:FILE: prompts of a server's request log; answers are "
+        "compared with full prefill's own (--metric same)",
         "FILE",
         dest="data",
         type=f"{LOG}{{}}".format,
     )
     """Logs that `--from-log` names. This flag has no field of its own: its values go to `data`."""
     asked_of: str | None = _data(
-        None, "of a log only prompts that this model was asked, as the log names it", "NAME"
+        None,
+        "use only prompts of a log that this model was asked; NAME is the model's name in the log",
+        "NAME",
     )
-    data_dir: Path | None = _data(None, "where longbench:NAME is looked for first", "DIR")
+    data_dir: Path | None = _data(None, "folder that is searched first for longbench:NAME", "DIR")
     template: str | None = _data(
         None, "prompt with {context}, then {input}; default: the data set's own", "TEXT"
     )
@@ -121,52 +137,62 @@ class Settings:
         "own chat template",
     )
     metric: str | None = _data(
-        None, "default: the data set's own", choices=[it.value for it in Metric]
+        None, "metric of quality; default: the data set's own", choices=[it.value for it in Metric]
     )
-    max_new: int | None = _data(None, "longest answer in tokens", "N")
+    max_new: int | None = _data(None, "longest answer, in tokens", "N")
     max_prompt_tokens: int | None = _data(
-        None, "longer prompts lose the middle of their context; default: what the model takes", "N"
+        None,
+        "most tokens of a prompt; longer prompts lose the middle of their context; default: "
+        "as many as the model takes",
+        "N",
     )
 
-    out: Path | None = _out(None, "the profile to write, JSON", "FILE")
+    out: Path | None = _out(None, "profile to write, JSON", "FILE")
     small: Path | None = _out(None, "smaller model to compare with", "PATH")
     command: str = ""
     held_out: tuple[str, ...] = _choice(
-        (), "data to judge on; default: a share of --data, by context", "DATA"
+        (), "data on which plans are judged; default: a share of the contexts of --data", "DATA"
     )
-    held_out_share: float = _choice(0.5, "that share", "X")
-    tolerance: float = _choice(0.05, "largest relative loss", "X")
+    held_out_share: float = _choice(
+        0.5, "share of the contexts of --data on which plans are judged", "X"
+    )
+    tolerance: float = _choice(0.05, "largest accepted loss, as a share of the quality", "X")
     group: int | None = _choice(
-        None, "grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, …", "N"
+        None,
+        "step between the starts and ends of blocks, in layers; default: 1 up to 16 layers, "
+        "2 up to 32, …",
+        "N",
     )
-    plans: int = _choice(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
+    plans: int = _choice(MOST_TRIED, "most blocks that are decoded, and that the gate tries", "N")
     """Most plans that are decoded and tried at first. Up to half as many further plans are tried if
     they may still save work."""
     most_contexts: int = _choice(
         MOST_CONTEXTS,
-        "held-out contexts of each task that judge, at most; plans end earlier once proven",
+        "most held-out contexts of each task that judge; a plan ends earlier once it is proven",
         "N",
     )
     pruned: bool = _choice(
         True,
-        "decode the answers of all blocks, not only of those on the frontier of KL",
+        "decode the answers of all blocks, not only of blocks on the frontier of KL",
         option="--no-prune",
     )
     e_correction: bool = _choice(
         False,
-        "also try plans that correct the sender's E by a map, fitted on the contexts that choose; "
-        "it is kept beside the profile, for servers",
+        "also try plans that correct the sender's E by a map; the map is fitted on the "
+        "training contexts, and stored beside the profile for servers",
     )
     fit_data: tuple[str, ...] = _choice(
         (),
-        "contexts that these maps are fitted on instead, as in --data; their questions are not "
-        "asked",
+        "contexts on which these maps are fitted instead, as in --data; their questions are "
+        "not asked",
         "DATA",
     )
     timing_seconds: float = _choice(
-        60, "when to stop timing the cost model's parts; 0 takes any fit", "X"
+        60, "seconds after which no more parts of the cost model are timed; 0 accepts any fit", "X"
     )
-    seed: int = _choice(0, "of the split, and of the contexts that some measurements take", "N")
+    seed: int = _choice(
+        0, "seed of the split, and of the choice of contexts for some measurements", "N"
+    )
 
     def __post_init__(self) -> None:
         require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")

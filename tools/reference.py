@@ -196,9 +196,9 @@ def proof() -> str:
     contexts = sum(it.num_contexts for it in plan.tasks)
     text += (
         f"\nThe pair's profile judged this block on {contexts} other documents. There it loses "
-        f"{words.bound(plan)} of the quality at most, with 95 % confidence. By itself a server "
-        f"uses the block for prompts of up to {profile.measured_tokens:,} tokens, a length that "
-        "many of these documents reach. This run asks for it by name.\n"
+        f"{words.bound(plan)} of the quality at most, with 95 % confidence. A server "
+        f"chooses the block itself for prompts of up to {profile.measured_tokens:,} tokens: many "
+        "of these documents are that long. In this run, each request names the block.\n"
     )
     if ceiling is None:
         return text

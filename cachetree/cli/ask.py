@@ -19,10 +19,10 @@ _Answer = TypeVar("_Answer", bound=verbs.ToPeer)
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name, text, asked in (
-        ("status", "what a worker holds", _status),
-        ("ping", "whether a worker answers", _status),
-        ("match", "who has how much of a prompt, and where", _match),
-        ("evict", "drop a prefix and what follows it, a model, or everything", _evict),
+        ("status", "show what a worker holds", _status),
+        ("ping", "check that a worker answers", _status),
+        ("match", "show which models have how much of a prompt, and where", _match),
+        ("evict", "drop a prefix and everything behind it, a model, or everything", _evict),
         ("pin", "keep a prefix in memory", _pin),
         ("unpin", "end a pin made with the same model and prefix", _unpin),
     ):
@@ -32,11 +32,16 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         if name not in ("status", "ping"):
             _add_prefix(command)
         if name in ("evict", "pin", "unpin"):
-            command.add_argument("--model", default="", help="its id; all models without it")
+            command.add_argument("--model", default="", help="id of the model; default: all models")
         if name == "evict":
-            command.add_argument("--all", action="store_true", help="everything that is there")
+            command.add_argument("--all", action="store_true", help="drop everything")
         if name == "pin":
-            command.add_argument("--ttl", type=float, metavar="S", help="seconds; for ever without")
+            command.add_argument(
+                "--ttl",
+                type=float,
+                metavar="S",
+                help="seconds that the pin lasts; default: until `unpin`",
+            )
 
 
 def positive(text: str) -> float:
@@ -48,14 +53,12 @@ def positive(text: str) -> float:
 
 def add_worker(command: argparse.ArgumentParser) -> None:
     """Add the arguments that say which worker a command talks to."""
-    command.add_argument("address", help="tcp://HOST:PORT")
+    command.add_argument("address", help="address of the worker, tcp://HOST:PORT")
     command.add_argument("--json", action="store_true", help="print one line of JSON")
-    command.add_argument("--timeout", type=positive, default=2.0, help="seconds to wait")
+    command.add_argument("--timeout", type=positive, default=2.0, help="most seconds to wait")
+    command.add_argument("--key-file", metavar="FILE", help="own secret key, if the worker has one")
     command.add_argument(
-        "--key-file", metavar="FILE", help="own secret key, for a worker that has one"
-    )
-    command.add_argument(
-        "--server-key", metavar="KEY", help="the worker's public key, or the file with it"
+        "--server-key", metavar="KEY", help="public key of the worker, or the file with it"
     )
 
 
@@ -122,18 +125,25 @@ def _unpin(args: argparse.Namespace) -> tuple[verbs.Unpin, type[verbs.Unpinned]]
 
 def _add_prefix(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--pages", nargs="+", metavar="HASH", help="page hashes from the first on, hexadecimal"
+        "--pages",
+        nargs="+",
+        metavar="HASH",
+        help="page hashes of the prefix, from its first page on, hexadecimal",
     )
     command.add_argument(
-        "--tokens", type=Path, metavar="FILE", help="token ids of a prompt, between spaces"
+        "--tokens",
+        type=Path,
+        metavar="FILE",
+        help="file with the token ids of a prompt, separated by spaces",
     )
     command.add_argument("--page-size", type=int, metavar="N", help="tokens per page of --tokens")
     command.add_argument(
         "--salt",
         default="",
         metavar="HEX",
-        help="32 bytes of the tenant that --tokens belong to, as SGLang's function "
-        "`storage_namespace_seed(extra_key, cache_salt)` in `sglang.srt.mem_cache.utils` has them",
+        help="the 32 bytes of the tenant that --tokens belong to, as SGLang's function "
+        "`storage_namespace_seed(extra_key, cache_salt)` in `sglang.srt.mem_cache.utils` "
+        "returns them",
     )
 
 

@@ -13,12 +13,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     keygen = commands.add_parser(
         "keygen",
         help="make the key pair of a server",
-        description="Write NAME.key, which the server itself reads (`key_file`), and NAME.pub, "
-        "which goes to the servers that it talks to (`allowed_peers`, `peer_keys`); one that lists "
-        "it there trusts its holder with the pages of all tenants. Nothing is overwritten.",
+        description="Write two files: NAME.key, which the server itself reads (`key_file`), and "
+        "NAME.pub, which goes to the servers that it talks to (`allowed_peers`, "
+        "`peer_keys`). A server that lists NAME.pub trusts this server with the pages of "
+        "all tenants. No file is overwritten.",
     )
-    keygen.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if needed")
-    keygen.add_argument("--name", default="cachetree", help="of the files, and of the key's remark")
+    keygen.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the files; made if needed",
+    )
+    keygen.add_argument(
+        "--name", default="cachetree", help="name of the files, and remark behind the key"
+    )
     keygen.add_argument("--json", action="store_true", help="print one line of JSON")
     keygen.set_defaults(run=run)
 

@@ -105,7 +105,9 @@ def parse_config(content: Any, where: str) -> ServeConfig:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser("serve", help="hold a cache outside of any server")
-    serve.add_argument("--config", type=Path, required=True, help="YAML: family and cache")
+    serve.add_argument(
+        "--config", type=Path, required=True, help="YAML file with the family and the cache"
+    )
     serve.set_defaults(run=lambda args: run(read_config(args.config)))
 
 

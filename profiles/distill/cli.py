@@ -20,10 +20,10 @@ def add_command(commands: Any) -> None:
         "distill",
         help="make an adapter that shares its base's KV without loss",
         description="Train an activated LoRA (aLoRA) from a teacher's own answers to prompts, or "
-        "from answers in the data, and judge it beside its teacher on held-out contexts. It acts "
-        "from its invocation on, so that the KV of the document before is the base's, bit for bit. "
-        "PEFT and SGLang load the folder. The same command continues where an earlier one was "
-        "stopped. Exit status 3 if the adapter loses more than the tolerance.",
+        "from answers in the data. Judge it beside its teacher on held-out contexts. The adapter "
+        "acts only from its invocation on. So the KV of the document before the invocation is the "
+        "base's, bit for bit. PEFT and SGLang load the written folder. If a run was stopped, the "
+        "same command continues it. Exit status 3 if the adapter loses more than the tolerance.",
         allow_abbrev=False,
     )
     add_flags(parser, "models", "data", "out", "training", of=DistillSettings)

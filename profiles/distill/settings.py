@@ -25,7 +25,9 @@ _AT_LEAST_ONE: Final = ("steps", "rank", "questions")
 class DistillSettings:
     """Goal and recipe of a distillation. Raises ConfigError for impossible settings."""
 
-    base: Path | None = _models(None, "checkpoint whose KV is shared", "PATH")
+    base: Path | None = _models(
+        None, "checkpoint that the adapter is made for, and shares KV with", "PATH"
+    )
     adapter: Path | None = _models(None, "teacher: a PEFT LoRA on the base", "PATH")
     teacher: Path | None = _models(None, "teacher: a checkpoint, such as a fine-tune", "PATH")
     dtype: str = same("dtype", "models")
@@ -33,48 +35,54 @@ class DistillSettings:
 
     data: tuple[str, ...] = _data(
         (),
-        "JSONL whose lines have context and input, and answers if there are any; may be given "
+        "JSONL; each line has context and input, and answers if there are any; may be given "
         "several times",
         "FILE",
     )
     held_out: tuple[str, ...] = _data(
-        (), "the same to judge on; default: a share of --data, by context", "FILE"
+        (), "data of the same form to judge on; default: a share of the contexts of --data", "FILE"
     )
-    held_out_share: float = _data(0.2, "that share", "X")
+    held_out_share: float = _data(0.2, "share of the contexts of --data to judge on", "X")
     template: str | None = same("template", "data")
     chat: bool = same("chat", "data")
     metric: str | None = _data(
-        None, "default: the data set's own, or f1", choices=[it.value for it in Metric]
+        None,
+        "metric of quality; default: the data set's own, or f1",
+        choices=[it.value for it in Metric],
     )
     max_new: int | None = same("max_new", "data")
     max_prompt_tokens: int | None = same("max_prompt_tokens", "data")
     invocation: str | None = _data(
         None,
-        "what the adapter acts from: `answer` is the text between input and answer, `question` "
-        "the text between context and input; or a text of the template, or token ids with commas; "
-        "default: answer with --chat, else question",
+        "text from which on the adapter acts: `answer` (the text between input and answer), "
+        "`question` (the text between context and input), another text of the template, or "
+        "token ids with commas; default: answer with --chat, else question",
         "TEXT",
     )
 
-    out: Path | None = flag("out", None, "the adapter's folder", "FOLDER")
+    out: Path | None = flag("out", None, "folder of the adapter", "FOLDER")
     command: str = ""
 
     labels: str | None = _training(
         None,
-        "learn from the data's answers alone, or from both: these answers and the teacher's "
-        "distributions along them; default: from the teacher's own answers",
+        "learn from the data's answers only, or with `both` also from the teacher's "
+        "distributions at these answers; default: learn from the teacher's own answers",
         choices=LABELS,
         nargs="?",
         const="only",
     )
-    steps: int = _training(200, "each of them is one document", "N")
-    questions: int = _training(8, "about a document, at most, in a step", "N")
-    rank: int = _training(32, "of the adapter; its alpha is the same", "N")
+    steps: int = _training(200, "number of training steps; each step is one document", "N")
+    questions: int = _training(8, "most questions about a document in one step", "N")
+    rank: int = _training(32, "rank of the adapter; its alpha is the same", "N")
     rate: float | None = _training(
-        None, "of learning, at its peak; default: 5e-4 from a teacher, 1e-3 from labels alone", "X"
+        None, "peak of the learning rate; default: 5e-4 from a teacher, 1e-3 from labels only", "X"
     )
-    seed: int = _training(0, "of the split, the order, and the adapter's first weights", "N")
-    max_disk_gb: float = _training(8, "of documents' KV, kept until the end", "GIB")
+    seed: int = _training(
+        0, "seed of the split, of the order, and of the adapter's first weights", "N"
+    )
+    max_disk_gb: float = _training(
+        8, "most disk space for the documents' KV, which is kept until the end", "GIB"
+    )
     tolerance: float = same("tolerance", "training")
 
     def __post_init__(self) -> None:

@@ -42,28 +42,35 @@ def parser() -> argparse.ArgumentParser:
     identity = commands.add_parser(
         "identity",
         help="print the model id of a checkpoint and what decides it",
-        description="The id by which profiles, requests and metrics name a model. It is computed "
-        "from the checkpoint's content; its folder's name means nothing.",
+        description="Print the id by which profiles, requests and metrics name a model. The id is "
+        "computed from the checkpoint's content. The folder's name does not matter.",
     )
     identity.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
-    identity.add_argument("--adapter", type=Path, metavar="PATH", help="PEFT adapter on it")
-    identity.add_argument("--json", action="store_true", help="one line of JSON")
+    identity.add_argument(
+        "--adapter", type=Path, metavar="PATH", help="PEFT adapter on the checkpoint"
+    )
+    identity.add_argument("--json", action="store_true", help="print one line of JSON")
     identity.set_defaults(run=_identity)
     serve.add_parser(commands)
     up = commands.add_parser(
         "up",
-        help="start the workers and engines of one file, and keep them until Ctrl-C",
+        help="start the workers and engines that one file describes; Ctrl-C ends them",
         description="Start every worker (`cachetree serve`) and every engine "
-        "(`sglang.launch_server`) of a file such as examples/fleet.yaml, wait until all are ready, "
-        "say so in a table, and tell when one of them ends. Ctrl-C ends them all.",
+        "(`sglang.launch_server`) of a file such as examples/fleet.yaml. Wait until all are "
+        "ready, and print a table of them. Print a line if one of them ends. Ctrl-C ends them "
+        "all.",
     )
     up.add_argument(
         "file", type=Path, metavar="FILE", help="YAML: programs, workers and engines by name"
     )
     up.add_argument(
-        "--out", type=Path, default=Path("out/fleet"), metavar="DIR", help="logs and configurations"
+        "--out",
+        type=Path,
+        default=Path("out/fleet"),
+        metavar="DIR",
+        help="folder for logs and configurations; default: out/fleet",
     )
-    up.add_argument("--device", help="of all engines, in place of what the file says")
+    up.add_argument("--device", help="device of all engines, in place of the file's")
     add_start_timeout(up)
     up.set_defaults(run=_up)
     ask.add_parsers(commands)

@@ -30,13 +30,13 @@ class NoAnswer(CacheTreeError):
 def add_parsers(commands: Any) -> None:
     peers = commands.add_parser(
         "peers",
-        help="show how the peers of a running server are doing, and what reuse has saved",
-        description="Ask a running SGLang server which workers it reads from and how they are "
-        "doing, and how many seconds of prefill each pair has saved. Exit status 1 where a peer is "
-        "not ready.",
+        help="show the peers of a running server, and what reuse has saved",
+        description="Ask a running SGLang server which workers it reads from, in which state they "
+        "are, and how many seconds of prefill reuse has saved for each pair. Exit status 1 if a "
+        "peer is not ready.",
     )
     peers.add_argument(
-        "url", type=server_url, metavar="URL", help="of SGLang, such as http://127.0.0.1:30000"
+        "url", type=server_url, metavar="URL", help="SGLang server, such as http://127.0.0.1:30000"
     )
     add_key(peers)
     peers.set_defaults(run=_peers)
@@ -44,42 +44,50 @@ def add_parsers(commands: Any) -> None:
         "explain",
         help="say why a request was or was not reused",
         description="Ask a running server why a request was or was not served from another model's "
-        "cache: who had how much of the prompt, which ways there were, what each was predicted to "
-        "take, what was measured, and what to do. The server knows up to 1,000 requests that it "
-        "answered last. With --text, what would become of a prompt if it came now.",
+        "cache: which models had how much of the prompt, which plans were possible, their "
+        "predicted and measured times, and what to do. The server remembers the last 1,000 "
+        "requests that it has answered. With --text, the server says what it would do with "
+        "a prompt if it came now.",
     )
     explain.add_argument(
-        "request", nargs="?", metavar="REQUEST_ID", help="`id` of its answer's `meta_info`"
+        "request",
+        nargs="?",
+        metavar="REQUEST_ID",
+        help="the `id` in the `meta_info` of the request's answer",
     )
-    explain.add_argument("--text", type=Path, metavar="FILE", help="a prompt that was not sent")
+    explain.add_argument(
+        "--text", type=Path, metavar="FILE", help="file with a prompt that was not sent"
+    )
     explain.add_argument(
         "--url",
         "--model",
         type=server_url,
         required=True,
         metavar="URL",
-        help="of the SGLang server that answers with the model, such as http://127.0.0.1:30000",
+        help="SGLang server that answers, such as http://127.0.0.1:30000",
     )
-    explain.add_argument("--adapter", metavar="NAME", help="LoRA adapter for --text")
-    explain.add_argument("--cache-salt", metavar="SALT", help="of the tenant, for --text")
-    explain.add_argument("--extra-key", metavar="KEY", help="of the tenant, for --text")
+    explain.add_argument("--adapter", metavar="NAME", help="LoRA adapter that --text would ask")
+    explain.add_argument("--cache-salt", metavar="SALT", help="salt of the tenant, for --text")
+    explain.add_argument("--extra-key", metavar="KEY", help="extra key of the tenant, for --text")
     add_key(explain)
-    explain.add_argument("--json", action="store_true", help="one line of JSON")
+    explain.add_argument("--json", action="store_true", help="print one line of JSON")
     explain.set_defaults(run=_explain)
     guard = commands.add_parser(
         "guard",
-        help="show which plans the drift guard has taken out of service, or begin anew",
-        description="Ask a running server how far answers from another model's KV were from exact "
-        "runs, plan by plan, and which plans are in service. Exit status 1 where the drift guard "
-        "has taken one out of service. With --reset, all plans of the pairs of one sender, or of "
-        "all, are in service again, and nothing speaks against them.",
+        help="show which plans the drift guard has stopped, or put them back into service",
+        description="Ask a running server about each plan: how far its answers were from exact "
+        "runs, and whether it is in service. Exit status 1 if the drift guard has taken a plan "
+        "out of service. With --reset, put all plans of one sender's pairs, or of all pairs, back "
+        "into service, and drop the evidence against them.",
     )
     guard.add_argument(
-        "url", type=server_url, metavar="URL", help="of SGLang, such as http://127.0.0.1:30000"
+        "url", type=server_url, metavar="URL", help="SGLang server, such as http://127.0.0.1:30000"
     )
-    guard.add_argument("--reset", metavar="SENDER", help=f"a sender's name or model id, or `{ALL}`")
+    guard.add_argument(
+        "--reset", metavar="SENDER", help=f"name or model id of the sender, or `{ALL}`"
+    )
     add_key(guard)
-    guard.add_argument("--json", action="store_true", help="one line of JSON")
+    guard.add_argument("--json", action="store_true", help="print one line of JSON")
     guard.set_defaults(run=_guard)
 
 
@@ -90,7 +98,7 @@ def server_url(text: str) -> str:
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--api-key", metavar="KEY", help="where the server asks for one")
+    parser.add_argument("--api-key", metavar="KEY", help="API key, if the server asks for one")
 
 
 def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:

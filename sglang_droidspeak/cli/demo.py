@@ -18,19 +18,21 @@ def add_parser(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="start a sender and a receiver, and measure what reuse costs and saves",
-        description="Start two SGLang servers, have one read documents, and have the other "
-        "answer questions about them: by full prefill, full reuse, the profile's block, an "
-        "activated LoRA of the same skill where there is one, and the block of all layers. "
-        "Without a pair it takes the real one that `make real` makes in "
-        "a clone, or else the small one, and times a randomly initialised pair of 12 layers × "
-        "768 as well. Exit status 1 where a check does not hold.",
+        description="Start two SGLang servers. One reads documents, and the other answers "
+        "questions about them: by full prefill, full reuse, the profile's block, and the block of "
+        "all layers. If there is an activated LoRA of the same skill, it answers, too. Without a "
+        "pair of your own, the demo takes the real pair that `make real` makes in a clone, or "
+        "else the small pair. It then also times a randomly initialised pair of 12 layers × 768. "
+        "Exit status 1 if a check fails.",
     )
     demo.set_defaults(run=_demo)
-    pair = demo.add_argument_group("your own pair (all four, or none)")
+    pair = demo.add_argument_group(
+        "your own pair (give sender, receiver, profile and data, or none of them)"
+    )
     pair.add_argument("--sender", type=Path, metavar="PATH", help="checkpoint that reads first")
     pair.add_argument("--receiver", type=Path, metavar="PATH", help="checkpoint that answers")
     pair.add_argument(
-        "--receiver-lora", type=Path, metavar="PATH", help="LoRA adapter of the one that answers"
+        "--receiver-lora", type=Path, metavar="PATH", help="LoRA adapter on the receiver"
     )
     pair.add_argument(
         "--activated-lora",
@@ -43,33 +45,43 @@ def add_parser(commands: Any) -> None:
         "--data", type=Path, metavar="FILE", help="questions about documents, JSONL as LongBench v1"
     )
     measure = demo.add_argument_group("measurement")
-    measure.add_argument("--num-questions", type=int, metavar="N", help="only the first N")
-    measure.add_argument("--num-documents", type=int, metavar="N", help="only the first N")
+    measure.add_argument(
+        "--num-questions", type=int, metavar="N", help="use only the first N questions"
+    )
+    measure.add_argument(
+        "--num-documents", type=int, metavar="N", help="use only the first N documents"
+    )
     measure.add_argument(
         "--no-correction",
         dest="correction",
         action="store_const",
         const=False,
-        help="the same block from the sender's E as it is, where the profile corrects E",
+        help="use the sender's E as it is, even if the profile corrects it",
     )
     measure.add_argument(
-        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go"
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        metavar="DIR",
+        help="folder for the results; default: out/demo",
     )
     servers = demo.add_argument_group("servers")
     servers.add_argument(
-        "--device", default="auto", help="as SGLang's; default: an accelerator where there is one"
+        "--device",
+        default="auto",
+        help="device, as SGLang names it; default: an accelerator if there is one",
     )
     servers.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="default: float32 on a CPU, else bfloat16",
+        help="number format of the servers; default: float32 on a CPU, else bfloat16",
     )
     servers.add_argument(
         "--host-gb",
         type=float,
         metavar="GIB",
-        help="the sender's host memory for its cache, and the receiver's for fetches; default: 4, "
-        "of the pairs that come with the repository 1",
+        help="host memory for the sender's cache, and as much for the receiver's fetches; "
+        "default: 4, or 1 for the pairs of the repository",
     )
     servers.add_argument(
         "--options", type=Path, metavar="FILE", help="YAML with SGLang's options for all servers"
@@ -78,7 +90,8 @@ def add_parser(commands: Any) -> None:
         "--servers",
         type=int,
         choices=(1, 2),
-        help="1: one server reads as the base and answers as its adapters; default: 2",
+        help="number of servers; with 1, the same server reads as the base and answers as its "
+        "adapters; default: 2",
     )
     add_start_timeout(servers)
 

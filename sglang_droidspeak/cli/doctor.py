@@ -61,18 +61,18 @@ def add_parser(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check an installation, a configuration and running servers",
-        description="Check this installation: versions, hooks, plugin and device. With --config "
-        "also what a server would find at start: settings, profiles, memory, disk, peers and keys. "
-        "With --url also running servers: backends, clock, memory, disk, keys, peers, profiles, "
-        "and whether links are faster than break-even. A line each, with the remedy where "
-        "something is wrong; then exit status 1. With --sglang, instead: compare what this "
-        "package hooks, calls and reads of SGLang with the source of the installed one, or of one "
-        "that was unpacked into a folder. With --adapter, instead: from which token and layer on "
-        "an adapter's KV differs from its base's, whether servers share without loss what comes "
-        "before, and what would if they do not.",
+        description="Check this installation: versions, hooks, plugin and device. With --config, "
+        "also check what a server would read at start: settings, profiles, memory, disk, peers "
+        "and keys. With --url, also check running servers: backends, clock, memory, disk, keys, "
+        "peers, profiles, and whether links are faster than break-even. Each check prints a line. "
+        "If something is wrong, the line has the remedy, and the exit status is 1. With --sglang, "
+        "compare instead the parts of SGLang that this package uses with the source of the "
+        "installed SGLang, or of one in a folder. With --adapter, show instead from which token "
+        "and layer on an adapter's KV differs from its base's, and whether servers share "
+        "everything before that without loss. If they do not, say which adapters would share.",
     )
     doctor.add_argument(
-        "--config", type=Path, metavar="FILE", help="as `sglang.launch_server --config` takes it"
+        "--config", type=Path, metavar="FILE", help="file for `sglang.launch_server --config`"
     )
     doctor.add_argument(
         "--url",
@@ -80,25 +80,25 @@ def add_parser(commands: Any) -> None:
         default=[],
         type=server_url,
         metavar="URL",
-        help="of a running SGLang server; may be given several times",
+        help="running SGLang server, such as http://127.0.0.1:30000; may be given several times",
     )
     add_key(doctor)
-    doctor.add_argument("--json", action="store_true", help="one line of JSON")
+    doctor.add_argument("--json", action="store_true", help="print one line of JSON")
     doctor.add_argument(
         "--sglang",
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="that holds the package `sglang`; default: the installed one",
+        help="folder that contains the package `sglang`; default: the installed one",
     )
     doctor.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="a LoRA adapter as PEFT saves it"
+        "--adapter", type=Path, metavar="FOLDER", help="folder of a LoRA adapter, as PEFT saves it"
     )
     doctor.add_argument(
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="base of --adapter; default: the folder that its config names",
+        help="base of --adapter; default: the folder that the adapter's config names",
     )
     doctor.set_defaults(run=_doctor)
 

@@ -28,15 +28,18 @@ def add_parser(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
         help="start an SGLang server that shares its cache",
-        description="Check the settings, then become `python -m sglang.launch_server` with them. "
-        "Mistakes end it with one line before anything is loaded.",
+        description="Check the settings, then start SGLang's server with them (`python -m "
+        "sglang.launch_server`). A wrong setting ends the command with one line, before "
+        "anything is loaded.",
     )
     serve.add_argument("--model", required=True, metavar="PATH", help="checkpoint to serve")
     serve.add_argument(
-        "--listen", metavar="ADDRESS", help="where others read this server's cache, tcp://HOST:PORT"
+        "--listen",
+        metavar="ADDRESS",
+        help="address at which other servers may read this server's cache, tcp://HOST:PORT",
     )
     for name, text in (
-        ("peer", "server whose cache it may read, tcp://HOST:PORT"),
+        ("peer", "address of a server to read from, tcp://HOST:PORT"),
         ("profile", "profile of a pair, or a folder of them"),
     ):
         value = "PATH" if name == "profile" else "ADDRESS"
@@ -50,10 +53,15 @@ def add_parser(commands: Any) -> None:
         help="any other setting, as JSON or a word: `--set host_gb=8`; may be given several times",
     )
     serve.add_argument(
-        "--dry-run", action="store_true", help="print the same as YAML for SGLang, and end"
+        "--dry-run",
+        action="store_true",
+        help="print the configuration as YAML for SGLang, and start nothing",
     )
     serve.add_argument(
-        "sglang", nargs="*", metavar="-- OPTIONS", help="SGLang's own, as in `-- --port 30001`"
+        "sglang",
+        nargs="*",
+        metavar="-- OPTIONS",
+        help="SGLang's own options, as in `-- --port 30001`",
     )
     serve.set_defaults(run=_serve)
 

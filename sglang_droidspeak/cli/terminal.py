@@ -26,5 +26,5 @@ def add_start_timeout(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=START_TIMEOUT_S,
         metavar="S",
-        help="longest that a process may take to be ready, in seconds",
+        help="most seconds until a process has to be ready",
     )

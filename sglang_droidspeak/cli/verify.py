@@ -32,44 +32,54 @@ _SPARE: Final = 128
 def add_parser(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
-        help="check with requests that two running servers share as they should",
-        description="Have a running server read documents and another one answer about them, and "
-        "check what comes: hits, answers, labels, tenants, distance from full prefill, and the "
-        "time to the first token. Changes no setting; every request has a salt of its own. Takes "
-        "a minute or two where models are small or on a GPU. A line each, with what was expected "
-        "where something is wrong; then exit status 1.",
+        help="send requests to check that two running servers share as they should",
+        description="Have one running server read documents, and another answer questions about "
+        "them. Check the results: hits, answers, labels, tenants, distance from full prefill, and "
+        "time to the first token. The command changes no setting, and every request has a salt of "
+        "its own. With small models, or on a GPU, it takes a minute or two. Each check prints a "
+        "line. If something is wrong, the line has the expected result, and the exit status is 1.",
         allow_abbrev=False,
     )
-    verify.add_argument("sender", type=server_url, metavar="SENDER_URL", help="reads first")
+    verify.add_argument(
+        "sender", type=server_url, metavar="SENDER_URL", help="server that reads first"
+    )
     verify.add_argument(
         "receiver",
         type=server_url,
         nargs="?",
         metavar="RECEIVER_URL",
-        help="answers; default: the sender, where adapters of one server share",
+        help="server that answers; default: the sender's, to check two adapters of one server",
     )
-    verify.add_argument("--sender-adapter", metavar="NAME", help="LoRA adapter; default: the base")
-    verify.add_argument("--receiver-adapter", metavar="NAME", help="likewise")
     verify.add_argument(
-        "--num", type=int, default=_NUM, metavar="N", help=f"documents; default: {_NUM}"
+        "--sender-adapter", metavar="NAME", help="LoRA adapter that reads first; default: the base"
+    )
+    verify.add_argument(
+        "--receiver-adapter", metavar="NAME", help="LoRA adapter that answers; default: the base"
+    )
+    verify.add_argument(
+        "--num", type=int, default=_NUM, metavar="N", help=f"number of documents; default: {_NUM}"
     )
     verify.add_argument(
         "--tokens",
         type=int,
         default=_TOKENS,
         metavar="N",
-        help=f"of a document; default: {_TOKENS}, or what the profile covers",
+        help=f"tokens of a document; default: {_TOKENS}, or as many as the profile covers",
     )
     verify.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="for --data; default: the receiver's"
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
+        help="tokenizer for --data; default: the receiver's",
     )
     verify.add_argument(
         "--flush",
         action="store_true",
-        help="also empty both radix caches, which are others' too, and read from host memory",
+        help="also empty the radix caches of both servers, which other users need, too, and read "
+        "from host memory",
     )
     add_key(verify)
-    verify.add_argument("--json", action="store_true", help="one line of JSON")
+    verify.add_argument("--json", action="store_true", help="print one line of JSON")
     add_flags(verify, "data")
     verify.set_defaults(run=_verify)
 

@@ -1,4 +1,4 @@
-"""`make bench`: all are run, whatever becomes of one; and the page says which they are."""
+"""`make bench` runs all benchmarks even if one fails, and the page lists them."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are() -> None:
 
 
 def study(out: Path, *names: str) -> None:
-    """The command in this process, on servers that are forks of one that has imported SGLang."""
+    """Run the command in this process, on servers that are forks of one process that has imported
+    SGLang."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(rig, "ENV", ENV)
         patched.setattr(rig, "ServerSpec", ServerSpec)

@@ -34,7 +34,7 @@ TASK = Task(name="questions", template="{context} {input}", metric=Metric.F1, ma
 
 
 class Numbers:
-    """A tokenizer of which the text is the tokens' numbers."""
+    """A tokenizer that writes tokens as their numbers."""
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return " ".join(map(str, ids))

@@ -1,4 +1,4 @@
-"""Parties of a conversation with keys, for every test here."""
+"""Fixtures for all tests here: the parties of a conversation with keys."""
 
 from __future__ import annotations
 

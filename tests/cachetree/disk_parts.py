@@ -46,7 +46,7 @@ BUDGET = 1 << 20
 
 
 def path_of(text: str) -> list[PageHash]:
-    """One page per character; its hash covers the characters before it."""
+    """Return one page hash per character. Each hash covers the characters before it."""
     return [
         PageHash(hashlib.sha256(text[: i + 1].encode()).digest()[:16]) for i in range(len(text))
     ]
@@ -57,7 +57,7 @@ def page_bytes(step: Step, family: Family = FAMILY) -> int:
 
 
 def text_of(number: int, length: int) -> str:
-    """Texts of different numbers share no page."""
+    """Return a text. Texts of different numbers share no page."""
     return chr(1000 + number) + "f" * (length - 1)
 
 
@@ -72,7 +72,7 @@ def content(
 def views_of(
     model: ModelId, pages: Sequence[PageHash], num_runs: int = 1
 ) -> Callable[[Step, Span], list[memoryview]]:
-    """The content of the pages, cut into runs as it may lie in memory."""
+    """Return the content of the pages, cut into runs as it may be in memory."""
 
     def views(step: Step, span: Span) -> list[memoryview]:
         cuts = [span.start + i * len(span) // num_runs for i in range(num_runs + 1)]
@@ -88,12 +88,12 @@ def change_of(
     parent: PageHash | None = None,
     part: Part = KV,
 ) -> Change:
-    """These pages come."""
+    """Return the change that adds these pages."""
     return Change(added=True, model=model, part=part, parent=parent, pages=tuple(pages))
 
 
 class Opened(DiskStore):
-    """Closed at the end of its context."""
+    """A store that is closed at the end of its context."""
 
     def __enter__(self) -> Opened:
         return self
@@ -125,7 +125,7 @@ def write(
 
 
 def check(store: DiskStore, file: DiskFile, pages: Span | None = None) -> None:
-    """Raises StaleEntry for a miss; anything but the right bytes fails the test."""
+    """Check the pages of a file. Raises StaleEntry for a miss; wrong bytes fail the test."""
     record = file.record
     span = pages or Span(0, len(record.pages))
     for step in steps_of(record.part, file.layout.num_steps):
@@ -136,7 +136,7 @@ def check(store: DiskStore, file: DiskFile, pages: Span | None = None) -> None:
 
 
 def num_right(store: DiskStore, model: ModelId, text: str, part: Part = KV) -> int:
-    """How many leading pages of `text` can be read; all that is read is compared."""
+    """Return how many leading pages of `text` can be read. All bytes that are read are compared."""
     num = 0
     for file, span in store.find(model, path_of(text), part):
         try:
@@ -158,7 +158,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def place_of(path: Path, bytes_there: bytes) -> tuple[Path, int]:
-    """The file that holds these bytes, and where."""
+    """Return the file that holds these bytes, and their position in it."""
     for file in data_files(path):
         at = file.read_bytes().find(bytes_there)
         if at >= 0:
@@ -167,7 +167,7 @@ def place_of(path: Path, bytes_there: bytes) -> tuple[Path, int]:
 
 
 def file_of(path: Path, model: ModelId, text: str) -> Path:
-    """The file that holds the last page of `text`."""
+    """Return the file that holds the last page of `text`."""
     return place_of(path, content(model, path_of(text)[-1:], Step(Kind.KV, 0)))[0]
 
 
@@ -198,8 +198,8 @@ def _write_for_ever(path: Path, num_bytes: int, seed: int) -> None:
 
 
 class _Steps:
-    """Kills this process before or after the n-th call that changes a directory, or comes before a
-    write to a file."""
+    """Kill this process before or after the n-th of certain calls: calls that change a directory or
+    a file, and calls right before a write to a file."""
 
     NAMES = ("open", "write", "pwrite", "ftruncate", "truncate", "rename", "replace", "link")
     NAMES += ("unlink", "remove", "close")
@@ -226,7 +226,7 @@ class _Steps:
 
 
 BEFORE = (("abc", 0, (1,)), ("abxyz", 2, ()))
-"""Texts, where they start, and their layers with E."""
+"""Texts, each with its start page and its layers with E."""
 
 
 def _write_all(store: DiskStore, entries: Sequence[tuple[str, int, Sequence[int]]]) -> None:
@@ -235,7 +235,7 @@ def _write_all(store: DiskStore, entries: Sequence[tuple[str, int, Sequence[int]
 
 
 def _die_everywhere(path: Path) -> None:
-    """New pages, E for pages that are there, and both where others have to go for them."""
+    """Write new pages, E for pages that exist, and both while other entries have to be evicted."""
     cases = [
         (("abcde", 3, (1,)), BUDGET),
         (("abcde", 0, (0, 1)), BUDGET),

@@ -34,13 +34,14 @@ DELAY_S = 0.15
 BYTES_PER_S = 1e6
 _PIECE_BYTES = 16 << 10
 _GREETING = (10, 1, 53)
-"""Signature, version, the rest: each is sent once the other side's part before it was read."""
+"""Parts of a greeting: signature, version, rest. A side sends each part after it has read the other
+side's part before."""
 _MORE = 1
 _LONG = 2
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _MAX_FRAME_BYTES = 1 << 30
 _POLL_S = 0.02
-"""How soon a thread that reads or writes sees that its connection is over."""
+"""Seconds after which a thread that reads or writes notices that its connection has ended."""
 
 
 class Fault(Enum):
@@ -74,12 +75,13 @@ class Via(Enum):
 
 
 _hosts = itertools.count(2)
-"""Numbers of this process's proxies, for host addresses: a proxy has its worker's port."""
+"""Numbers of this process's proxies. They make host addresses, because a proxy has the same port as
+its worker."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """One fault at frame number `index` of one direction, counted from when it was armed."""
+    """One fault at frame number `index` of one direction. Frames are counted from `arm` on."""
 
     fault: Fault
     towards: Towards
@@ -127,7 +129,7 @@ class _Frame:
 
 
 class _Over(Exception):
-    """The connection has ended, or is to end."""
+    """Raised if the connection has ended, or has to end."""
 
 
 class _Link:
@@ -169,7 +171,7 @@ class _Link:
                     yield _Frame(b"", self._read(source, 1) + self._read_some(source))
 
     def send(self, towards: Towards, raw: bytes, bytes_per_s: float) -> None:
-        """Raises _Over."""
+        """Send bytes in one direction. Raises _Over."""
         rest = memoryview(raw)
         while rest:
             with suppress(TimeoutError):
@@ -179,12 +181,13 @@ class _Link:
             self.pause(0)
 
     def pause(self, seconds: float | None) -> None:
-        """Wait for so many seconds, or for ever if None. Raises _Over if the connection ends."""
+        """Wait for so many seconds, or without an end if None. Raises _Over if the connection
+        ends."""
         if self.over.wait(seconds):
             raise _Over
 
     def reset(self) -> None:
-        """Let the end be a RST instead of a FIN."""
+        """Let the connection end with a RST instead of a FIN."""
         for side in self._sockets.values():
             side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
 
@@ -216,15 +219,17 @@ class _Link:
 
 
 class FaultProxy:
-    """Forwards every connection made to `address` to `target`, and strikes once when armed.
+    """Forwards every connection to `address` to `target`. Once armed, it causes one fault.
 
-    It is on a host of its own of this machine, so that the port which a worker names for the data
-    connection leads here too. A stalled or throttled direction stays so until its connection ends;
-    the next connection is sound. Leaving the context closes all connections and ends the threads.
+    It has its own host address on this machine. So the port that a worker names for the data
+    connection also leads to the proxy. A direction stays stalled or throttled until its connection
+    ends; the next connection is sound. Leaving the context closes all connections and ends the
+    threads.
     """
 
     def __init__(self, target: Location, *, seed: int, sealed_port: int | None = None) -> None:
-        """`sealed_port` is that of the data connections where a hello cannot be read here."""
+        """`sealed_port` is the worker's port for data connections, if the proxy cannot read it from
+        a sealed hello."""
         print(f"fault proxy before {target}: seed {seed}")
         self._target = parse_remote(target, field="target")
         self._random = random.Random(seed)
@@ -254,16 +259,16 @@ class FaultProxy:
         return self._strike is None
 
     def num_frames(self, towards: Towards, via: Via = Via.ZMQ) -> int:
-        """Frames in one direction since the last `arm`."""
+        """Number of frames in one direction since the last `arm`."""
         return self._seen[via, towards]
 
     def cut(self) -> None:
-        """Close every connection; what is stalled or slow ends with it."""
+        """Close every connection, with stalled and slow directions."""
         for link in tuple(self._links):
             link.over.set()
 
     def shut(self) -> None:
-        """Be as a worker that is away: close every connection, and each new one at once."""
+        """Behave like a worker that is away: close every connection, and each new one at once."""
         self._is_shut = True
         self.cut()
 
@@ -328,7 +333,8 @@ class FaultProxy:
             link.leave(towards)
 
     def _forward(self, link: _Link, towards: Towards) -> None:
-        """Returns where the connection is to be closed; raises ConnectionResetError for a RST."""
+        """Forward one direction, and return when the connection has to be closed. Raises
+        ConnectionResetError for a RST."""
         bytes_per_s = float("inf")
         held, follows = b"", Fault.REORDER
         passing = link.frames(towards)
@@ -371,7 +377,7 @@ class FaultProxy:
                 held = b""
 
     def _look_for_data_port(self, link: _Link, frame: _Frame) -> None:
-        """Stand before it too, once a worker has named it."""
+        """Begin to listen at the worker's data port, too, once the worker's hello has named it."""
         if link.via is Via.ZMQ and b"ticket" in frame.body:
             with suppress(ProtocolError):
                 hello = wire.decode_to_peer(memoryview(frame.body))
@@ -379,7 +385,7 @@ class FaultProxy:
                     self._listen(hello.ticket.port, Via.DATA)
 
     def _due(self, via: Via, towards: Towards) -> Strike | Deed | None:
-        """Counts a frame."""
+        """Count a frame. Return the fault or deed that is due at it, if any."""
         with self._lock:
             index = self._seen[via, towards]
             self._seen[via, towards] += 1

@@ -1,4 +1,4 @@
-"""Caches, one that reads from a worker, and fetches that compare every byte."""
+"""Caches, one of which reads from a worker, and fetches that compare every byte."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def cache_of(**config: object) -> Iterator[Cache]:
 
 
 def fetched(cache: Cache, location: Location, pages: Sequence[PageHash]) -> None:
-    """Fetch all of them from there and compare every byte."""
+    """Fetch all of these pages from the location, and compare every byte."""
     fetch(cache, location, pages, Span(0, len(pages)))
 
 
 @contextlib.contextmanager
 def reader_of(address: Location) -> Iterator[Cache]:
-    """A cache that stores nothing and is connected to one worker."""
+    """Make a cache that stores nothing and is connected to one worker."""
     with cache_of(peers=(address,), serves=False) as cache:
         assert cache.wait_ready(20)
         yield cache
 
 
 def settle(worker: Cache, num_pages: int) -> None:
-    """Wait until so many pages are on disk with their E, and nothing is held except pins.
+    """Wait until this many pages are on disk with their E, and only pins hold pages.
 
     The disk gets E after its KV. E that memory evicts between the two would never be written.
     """

@@ -1,4 +1,4 @@
-"""Profiles of lines that nobody measured."""
+"""Profiles of lines that were made up, not measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from cachetree.planning import BlockQuality, Line, LineProfile
 def line_of(
     models: Sequence[Weights | ModelIdentity], proven: tuple[float, ...], **others: Any
 ) -> LineProfile:
-    """That loads everything, and is proven for these changes of weights."""
+    """Return a profile of a line. Its plan loads everything, and is proven for these changes of
+    weights."""
     found = [it.identity if isinstance(it, Weights) else it for it in models]
     identities = [it for it in found if it is not None]
     blocks = (

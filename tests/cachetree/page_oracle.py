@@ -23,7 +23,7 @@ Named = tuple[Key, str]
 
 
 def prefixes(text: str, start: int) -> list[str]:
-    """The pages of `text` from page `start` on."""
+    """Return the pages of `text` from page `start` on."""
     return [text[: i + 1] for i in range(start, len(text))]
 
 
@@ -107,7 +107,7 @@ class Oracle:
         return sum(page_bytes(key) for key, _ in pages)
 
     def present(self, key: Key, pages: Iterable[str]) -> list[str]:
-        """The leading pages that are here."""
+        """Return the leading pages that the model has."""
         return list(takewhile(lambda page: (key, page) in self.local, pages))
 
     def is_expired(self, page: Page) -> bool:
@@ -115,7 +115,8 @@ class Oracle:
         return ttl_s is not None and page.used_at_s <= self.clock.now_s - ttl_s
 
     def with_ground(self, key: Key, text: str) -> set[Named]:
-        """All of one key up to the end of the node of a page, and the KV under it."""
+        """Return all pages of one key up to the end of a page's node, with the KV that they
+        need."""
         pages = {*prefixes(text, 0), *self.entry(key, text)}
         return {(each, page) for each in (key, (key[0], KV)) for page in pages}
 
@@ -127,7 +128,7 @@ class Oracle:
         return sum(it.num_bytes for it in self.reservations) + self.bytes_of(pages)
 
     def entry(self, key: Key, page: str) -> list[str]:
-        """All pages of the node that holds `page`."""
+        """Return all pages of the node that holds `page`."""
         pages = [page]
         while len(pages[0]) > 1 and pages[0][:-1] not in self.cuts:
             pages.insert(0, pages[0][:-1])
@@ -138,7 +139,7 @@ class Oracle:
         return pages
 
     def is_evictable(self, key: Key, page: str) -> bool:
-        """Nothing is below it, and if it is KV, no E is beside it."""
+        """Whether nothing is below the page and, for KV, no E is at the same pages."""
         pages = self.entry(key, page)
         has_more = any(
             p[:-1] == pages[-1] if each == key else key == (each[0], KV) and p == page
@@ -153,8 +154,8 @@ class Oracle:
     def cover(
         self, parent: str, pages: Sequence[str], own: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Have nodes of exactly these; ends before a page that is in another place of `own`, or
-        comes twice. Returns their places."""
+        """Make nodes of exactly these pages. They end before a page that is at another place of
+        `own`, or that comes twice. Return their places."""
         known, covered = self.known(), list[str]()
         for i, page in enumerate(pages):
             before = covered[-1] if covered else parent
@@ -168,7 +169,7 @@ class Oracle:
         return covered
 
     def drop_below(self, location: Location, key: Key, page: str) -> None:
-        """A remote entry goes, with all that hangs on it."""
+        """Remove a remote entry, with all entries below it."""
         self.cuts.add(self.above[page])
         for each in [it for it in self.remote if it[:2] == (location, key)]:
             end = each[2]

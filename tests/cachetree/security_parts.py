@@ -1,4 +1,4 @@
-"""Servers with keys, and what comes between them."""
+"""Servers with keys, and listeners between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Party:
     public_file: str
 
     def serving(self, *allowed: Party, **settings: object) -> dict[str, object]:
-        """Settings of a worker that lets these in."""
+        """Return settings of a worker that lets these parties in."""
         keys_of_all = tuple(it.pair.public for it in allowed)
         return {"key_file": self.key_file, "allowed_peers": keys_of_all, **settings}
 
@@ -43,10 +43,10 @@ def new_party(folder: Path, name: str) -> Party:
 
 
 class Tap:
-    """Passes on the bytes of one connection in both directions, and keeps them."""
+    """A relay that passes on the bytes of one connection in both directions, and keeps a copy."""
 
     def __init__(self, to: Location, host: str = "127.0.0.1") -> None:
-        """On another `host` of this machine it takes the same port."""
+        """If `host` is another address of this machine, the relay takes the same port as `to`."""
         self._to = int(to.rsplit(":", 1)[1])
         self._listener = socket.create_server((host, 0 if host == "127.0.0.1" else self._to))
         self.address = Location(f"tcp://{host}:{self._listener.getsockname()[1]}")
@@ -87,7 +87,7 @@ class Tap:
 def dealer_to(
     address: Location | str, credentials: Credentials, name: bytes = b""
 ) -> Iterator[zmq.Socket[bytes]]:
-    """A peer's connection by hand, under a name of its choice."""
+    """Open a peer's connection by hand, under a name of the peer's choice."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.LINGER, 200)
@@ -115,7 +115,7 @@ def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garba
 
 @contextlib.contextmanager
 def greeted(address: Location, config: PeerConfig) -> Iterator[Ticket]:
-    """The hello of a worker to a peer that says only hello while it stays."""
+    """Yield the ticket in a worker's hello, to a peer that only says hello and stays connected."""
     with dealer_to(address, credentials_for(config)) as dealer:
         dealer.send(wire.encode(wire.hello(FAMILY, "", 0)))
         assert dealer.poll(20_000)
@@ -126,13 +126,13 @@ def greeted(address: Location, config: PeerConfig) -> Iterator[Ticket]:
 
 
 def ticket_of(address: Location, config: PeerConfig) -> Ticket:
-    """The same to a peer that leaves at once; its session ends when the worker notices."""
+    """Return the ticket of a peer that leaves at once. Its session ends when the worker notices."""
     with greeted(address, config) as ticket:
         return ticket
 
 
 class TicketUser:
-    """A peer by hand on a worker's bulk_port."""
+    """A peer that uses a worker's bulk_port by hand."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.channel = channel.connect(
@@ -140,7 +140,7 @@ class TicketUser:
         )
 
     def is_let_in(self, seconds: float = 2.0) -> bool:
-        """Whether the worker says something that can be read, before it hangs up."""
+        """Whether the worker sends a readable message before it hangs up."""
         give_up_at_s = time.monotonic() + seconds
         while self.channel.error is None and time.monotonic() < give_up_at_s:
             for header in self.channel.receive(nobody):

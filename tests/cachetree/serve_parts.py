@@ -20,8 +20,8 @@ COMMAND = ("-m", "cachetree.cli")
 def serving(
     folder: Path, python: Sequence[str] = COMMAND, **settings: object
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run `cachetree serve` with a file of these settings until the block ends. It then has to end
-    with status 0. Its output may be read."""
+    """Run `cachetree serve` with a file of these settings until the block ends. The process then
+    has to end with status 0. The test may read its output."""
     config = folder / "serve.yaml"
     content = {"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}, **settings}
     config.write_text(json.dumps(content))

@@ -82,10 +82,12 @@ TTL_S = 40.0
 RATE = SHARE * BUDGET_BYTES / TTL_S / ((NUM_PAGES - NUM_SHARED) * PAGE_BYTES)
 """Documents per second."""
 OLDEST = int(TTL_S * RATE / 8)
-"""How many documents ago one may have come that is still fetched: a use lets it live longer."""
+"""Number of latest documents that fetches choose from. They are fewer than the stored ones, because
+a use lets a document live longer."""
 NUM_FILLING = int(1.5 * BUDGET_BYTES / (NUM_PAGES * PAGE_BYTES))
-"""Documents at the start: what an arena has once held stays warm for the next loan, up to the
-budget, and what was read of another one's stays mapped, so both count as resident."""
+"""Documents that are stored first. Memory that an arena has once lent counts as resident from then
+on, and so does memory of the other process's arena once it was read. So both are filled before the
+measurement."""
 SAMPLE_S = 5.0
 FLOOR_S = 60.0
 """Seconds over which the minimum of a process's own memory counts."""
@@ -93,7 +95,7 @@ LIMIT_PER_HOUR = 0.01
 """Most growth of a process's own memory per hour, as a share of its resident memory."""
 
 Sample = tuple[float, Resident]
-"""When, and what was resident."""
+"""Time of a sample, and the memory that was resident."""
 
 
 def document(index: int) -> list[PageHash]:
@@ -102,7 +104,8 @@ def document(index: int) -> list[PageHash]:
 
 
 def be_client(address: str, listen: str, seed: int) -> None:
-    """Store and fetch for ever; prints the number of fetches that ended well, and of the others."""
+    """Store and fetch without an end. Print the number of fetches that succeeded, and the number of
+    others."""
     chance = random.Random(seed)
     config = CacheConfig(
         host_bytes=BUDGET_BYTES,
@@ -154,7 +157,7 @@ def joined(pages: list[PageHash], step: Step) -> memoryview:
 
 
 def begin(cache: Cache, pages: list[PageHash]) -> Staging | None:
-    """Raises IndexError where no worker has the pages."""
+    """Begin a fetch. Raises IndexError if no worker has the pages."""
     places = [it.location for it in cache.match(pages) if it.location.startswith("tcp")]
     plan = Plan(
         sender=MODEL,
@@ -203,7 +206,7 @@ def growth_per_hour(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _slope(points: Sequence[tuple[float, int]]) -> float:
-    """Bytes an hour."""
+    """Slope of a fitted line, in bytes per hour."""
     at_s, held = np.array(points, float).T
     return float(np.polyfit(at_s / 3600, held, 1)[0])
 

@@ -46,7 +46,7 @@ Run = Callable[..., dict[str, object]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs one command that has to succeed; gives what it says in JSON."""
+    """Run a command that has to succeed, and return its JSON output."""
 
     def run(*argv: object) -> dict[str, object]:
         assert main([*map(str, argv), "--json", "--timeout", "5"]) == 0, capsys.readouterr().err
@@ -356,7 +356,8 @@ def test_a_number_that_means_nothing_is_refused_by_name(number, capsys):
 
 
 def test_questions_of_one_turn_are_counted_out_once() -> None:
-    """Anybody may ask, as often as they like."""
+    """The state of the worker is computed once a turn, because anyone may ask as often as they
+    like."""
     numbers, answers = itertools.count(), []
     service = AdminService(new_tree(), None, numbers.__next__, time.monotonic)  # type: ignore[arg-type]
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""A worker that keeps failing is left alone, and tried by one fetch at a time: rule and peer."""
+"""A worker that keeps failing is left alone, then tried by one fetch at a time. Tests of the rule,
+and of a peer that follows it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ ERROR = FetchError("broken")
 
 
 class Oracle:
-    """The rule, word for word: the whole history, looked at again for every question."""
+    """The rule in its simplest form: it looks at the whole history for every question."""
 
     def __init__(self) -> None:
         self.errors_at_s: list[float] = []
@@ -179,7 +180,7 @@ def test_settings_are_checked(changed: dict[str, float], message: str) -> None:
 # A peer and its breaker.
 
 STRICT = msgspec.structs.replace(FAST, max_retries=0, cooldown_s=100.0, silence_s=3600.0)
-"""The clock is set forward by the cooldown, which is no silence."""
+"""Settings for tests that set the clock forward by the cooldown; this does not count as silence."""
 
 
 class Ahead:
@@ -192,13 +193,14 @@ class Ahead:
         return time.monotonic() + self._by_s
 
     def set_forward(self, seconds: float, peer: Peer) -> None:
-        """And have the peer's thread, which waits by the real time, look at it."""
+        """Set the clock forward, and wake the peer's thread, which waits by real time."""
         self._by_s += seconds
         peer._wakeup.wake()
 
 
 class MoodyWorker(ScriptedWorker):
-    """Damages every fetch of its last page until it is well; offers what it cannot serve."""
+    """A worker that damages the last page of every fetch until it is well. It also offers pages
+    that it cannot serve."""
 
     def __init__(self) -> None:
         self.num_hellos = 0

@@ -1,4 +1,5 @@
-"""The public face: what is stored here or on a peer is matched and fetched the same way."""
+"""The public interface: pages that are stored here or on a peer are matched and fetched in the same
+way."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ from cachetree.memory.arena import Register, address, unregistered
 
 PAGES = pages_of(64)
 FETCH_BYTES = 64 * 4 * PAGE_BYTES
-"""E at layer 2 and KV of layers 0, 1, 3."""
+"""Bytes of a fetch of E at layer 2, and KV of layers 0, 1 and 3."""
 
 
 @contextlib.contextmanager
@@ -191,7 +192,7 @@ def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
 
 def test_question_about_peers_is_answered_while_serving_ends() -> None:
     class Ending(Cache):
-        """Cache that stops serving as soon as the caller has read which worker serves."""
+        """A cache that stops serving as soon as the caller has read its worker's address."""
 
         is_ending = False
 
@@ -209,7 +210,7 @@ def test_question_about_peers_is_answered_while_serving_ends() -> None:
 
 
 class Device:
-    """Knows the memory that was registered."""
+    """A device that remembers the registered memory."""
 
     def __init__(self) -> None:
         self.registered: list[memoryview] = []
@@ -422,7 +423,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_told_twice_to_end_closes_what_it_serves(tmp_path, number):
-    """Whichever of its threads hears it."""
+    """It does not matter which of its threads gets the signal."""
     with serving(tmp_path, ("-c", SLOW_TO_CLOSE)) as process:
         for line in ("serving at", "closing"):
             assert line in process.stdout.readline()

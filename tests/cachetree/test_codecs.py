@@ -1,4 +1,4 @@
-"""Codecs: sizes, errors, and that no vector depends on another."""
+"""Sizes and errors of codecs. No vector depends on another."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ def test_no_value_is_further_off_than_a_step() -> None:
 
 
 def test_errors_are_those_of_the_literature() -> None:
-    """Normal values: 8 bits about 1 %, 4 bits about 10 %."""
+    """The error for normally distributed values is about 1 % with 8 bits and about 10 % with 4
+    bits."""
     values = vectors(2000)
     assert relative_error(Codec.INT8, values) < 0.01
     assert 0.05 < relative_error(Codec.INT4, values) < 0.16
 
 
 def test_a_large_channel_does_not_swallow_the_others() -> None:
-    """The rotation spreads it; without one, 4 bits leave nothing of the small channels."""
+    """The rotation spreads the large channel. Without it, 4 bits leave nothing of the small
+    channels."""
     values = vectors(2000, 128)
     values[:, 7] *= 30
     got = decode(Codec.INT4, encode(Codec.INT4, values), torch.float32)

@@ -1,4 +1,4 @@
-"""Maps of E: what they compute, and which files of them are refused."""
+"""Maps of E: their results, and files of maps that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [f"layer {1 + i}, full, {it.named(1 + i).sha256[:8]}" for i, it in enume
 
 @pytest.fixture
 def made(tmp_path: Path) -> tuple[PairProfile, Path]:
-    """A profile of a plan without a map, and of three with one."""
+    """Write a profile with one plan without a map, and three plans with one."""
     path = tmp_path / "pair.json"
     plain = BlockQuality(start=0, stop=4, quality=0.79)
     blocks = [

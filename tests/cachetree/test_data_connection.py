@@ -43,12 +43,12 @@ SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES
 
 
 class Memory:
-    """Takes all frames, and keeps what they bring."""
+    """Accepts all frames, and stores their payloads."""
 
     def __init__(self) -> None:
         self.rooms: list[memoryview] = []
         self.frames: list[Frame] = []
-        """Frames that came whole, with a right checksum."""
+        """Frames that arrived whole, with a right checksum."""
         self.num_damaged = 0
         self.is_open = True
 
@@ -83,7 +83,7 @@ def sealed(is_worker: bool) -> Unsealed:
 
 @pytest.fixture
 def connected() -> Iterator[Callable[[SealsOf], Pair]]:
-    """A worker's end and a peer's."""
+    """Return a worker's end and a peer's end of one connection."""
     ends: list[Channel] = []
 
     def connect(seals_of: SealsOf = unsealed) -> Pair:
@@ -107,7 +107,7 @@ def payload_of(size: int, seed: int = 1) -> bytes:
 
 
 def passed(sender: Channel, receiver: Channel, sink: Memory, num: int) -> list[memoryview]:
-    """The messages among so many that arrive while both sides take their turns."""
+    """Return the messages among `num` arrivals, while both sides take turns."""
     messages: list[memoryview] = []
 
     def turn() -> bool:
@@ -156,7 +156,8 @@ def test_a_place_is_let_go_once_its_frame_is_there(connected, seals_of):
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
 def test_a_place_that_is_given_up_is_written_no_more(connected, seals_of, monkeypatch):
-    """The rest of its frame goes nowhere, and what follows comes as if nothing was."""
+    """The rest of the place's frame is discarded. Later frames arrive as if nothing had
+    happened."""
     monkeypatch.setattr(channel, "_MAX_READS", 1)
     sender, receiver = connected(seals_of)
     sink, payload = Memory(), b"\xff" * LARGE_BYTES
@@ -223,7 +224,7 @@ def test_a_size_above_the_cap_takes_no_memory(connected, id, size):
 
 
 def test_a_receiver_that_does_not_read_is_waited_for(connected):
-    """No more is put than a batch, and no byte of it is copied."""
+    """At most a batch is queued, and none of its bytes is copied."""
     sender, receiver = connected(unsealed)
     payload = payload_of(1 << 20)[: 1 << 20]
     num_put = 0
@@ -241,7 +242,7 @@ def test_a_receiver_that_does_not_read_is_waited_for(connected):
 
 
 def test_a_connection_closed_while_nobody_reads_lets_go_at_once(connected):
-    """The kernel takes only a part of what was put, and no byte of it is read any more."""
+    """The kernel takes only a part of the queued bytes. The rest is not read any more."""
 
     class Page(bytearray):
         pass
@@ -292,7 +293,8 @@ def test_waiter_for_room_is_woken_when_there_is_room() -> None:
 
 
 def test_a_batch_does_not_outgrow_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast it went before: what is put next waits for what waits already."""
+    """The batch stays small even after fast sends: later frames wait for frames that wait
+    already."""
     near, far = socket.socketpair()
     payload, most_bytes = payload_of(1 << 20)[: 1 << 20], 8 << 20
     monkeypatch.setattr("cachetree.transport.send_queue.MOST_BATCH_BYTES", most_bytes)
@@ -317,7 +319,8 @@ def test_a_batch_does_not_outgrow_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bytes_left_after_a_turn_are_read_in_the_next_without_new_ones() -> None:
-    """A turn takes in so much and no more; the socket may still sleep until a MiB is there."""
+    """A turn reads a limited number of bytes. Meanwhile the socket may sleep until a MiB has
+    arrived."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
     far, near = ends
@@ -358,7 +361,8 @@ class Door:
     """A data port in a thread."""
 
     def __init__(self, *, shows_all: bool = False) -> None:
-        """`shows_all`: also connections that have said nothing, as the kernel does in a crowd."""
+        """Make a port in a thread. If `shows_all`, it also sees connections that have sent nothing,
+        as the kernel shows them in a crowd."""
         self._poller = zmq.Poller()
         config = WorkerConfig(silence_s=5.0)
         self.port = DataPort(
@@ -437,7 +441,7 @@ def test_a_part_of_a_token_is_none() -> None:
 
 
 def test_a_crowd_between_a_connection_and_its_token_does_not_keep_it_out() -> None:
-    """Whether the others say nothing or something, and however many they are."""
+    """It does not matter whether the others send something, nor how many they are."""
     with Door() as door:
         ticket = door.port.issue_ticket("owner")
         where = ("127.0.0.1", ticket.port)
@@ -451,7 +455,7 @@ def test_a_crowd_between_a_connection_and_its_token_does_not_keep_it_out() -> No
 
 
 def test_a_crowd_that_the_kernel_does_not_keep_back_is_dismissed_for_who_comes() -> None:
-    """Strangers that wait are few, and not for long."""
+    """Only few strangers may wait, and only for a short time."""
     with Door(shows_all=True) as door, ExitStack() as stack:
         ticket = door.port.issue_ticket("owner")
         where = ("127.0.0.1", ticket.port)
@@ -467,7 +471,7 @@ def test_a_crowd_that_the_kernel_does_not_keep_back_is_dismissed_for_who_comes()
 
 
 class Hosts:
-    """A listener; its connections seem to come from these hosts, one after another."""
+    """A listener with connections that seem to come from these hosts, one after another."""
 
     def __init__(self, listener: socket.socket, hosts: Iterable[str]) -> None:
         self._listener, self._hosts = listener, iter(hosts)
@@ -500,7 +504,8 @@ def test_crowd_of_one_source_ends_no_connection_of_another(host: str, crowd: lis
 
 
 def test_without_descriptors_the_port_waits_for_some() -> None:
-    """And does not look again and again, which would take the thread from all other peers."""
+    """The port does not look again and again, because this would take the thread from all other
+    peers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Door() as door, socket.socket() as owner:
         ticket = door.port.issue_ticket("owner")

@@ -1,4 +1,4 @@
-"""At which layer two models begin to differ, on tiny checkpoints that these tests write."""
+"""The first layer at which two models differ, on tiny checkpoints that these tests write."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_the_first_difference_also_minds_the_config(tmp_path: Path) -> None:
 
 
 def write_lora(folder: Path, tensors: dict[str, np.ndarray], **settings: Any) -> Path:
-    """`tensors` under PEFT's names: `layers.1.mlp.up_proj.lora_A.weight`, `lm_head…`."""
+    """Write a LoRA. `tensors` have PEFT's names: `layers.1.mlp.up_proj.lora_A.weight`,
+    `lm_head…`."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "rank_pattern": {}, **settings}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -76,7 +77,8 @@ Q0, K1, UP2 = "layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj", "layers.
 def two_adapters(
     folder: Path, ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], **settings: Any
 ) -> int:
-    """The first difference of two adapters on one base; `settings` are the second one's."""
+    """Return the first difference of two adapters on one base. `settings` are settings of the
+    second adapter."""
     base = write(folder / "base")
     a = write_lora(folder / "a", ours, target_modules=["q_proj"], lora_dropout=0.1)
     b = write_lora(folder / "b", theirs, **settings)
@@ -190,7 +192,7 @@ def test_a_tied_head_is_the_embeddings(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(tmp_path: Path) -> None:
-    """SGLang gives it a head of its own: `init_lora_modules`."""
+    """SGLang gives the adapter a head of its own in `init_lora_modules`."""
     base = write(tmp_path / "base", config={**CONFIG, "tie_word_embeddings": True})
     for modules, layer in ((["lm_head"], NUM_LAYERS), (["lm_head", UP2], 2)):
         adapter = write_lora(tmp_path / f"{layer}", factors(*modules))

@@ -18,7 +18,8 @@ NAME = "model.layers.1.self_attn.q_proj.weight"
 
 
 def large() -> dict[str, np.ndarray]:
-    """Tensors of more than one piece, and of more than a file that is too small to be kept."""
+    """Write tensors that take more than one piece, in a file large enough for its digests to be
+    stored."""
     return weights() | {NAME: np.arange(600_001, dtype=np.float32)}
 
 

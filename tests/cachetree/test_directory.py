@@ -45,7 +45,7 @@ NAME = "dns://cachetree:7001"
 
 
 class Clock:
-    """The real one, and how far a test has put it forward."""
+    """The real clock, and by how much a test has set it forward."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -91,7 +91,7 @@ def test_a_name_with_too_many_addresses_gives_some() -> None:
 
 
 def test_a_worker_that_is_found_is_read() -> None:
-    """The resolver of this machine finds it."""
+    """The worker is found by the resolver of this machine."""
     with cache_of() as worker:
         store(worker.tree, PAGES)
         port = worker.address.rpartition(":")[2]
@@ -147,7 +147,7 @@ def test_peer_no_longer_named_and_silent_is_forgotten() -> None:
 
 
 def test_a_worker_that_was_refused_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Another release may run at its address, once it has; and a minute has one line of it."""
+    """Another release may run at its address by then. The log has one line about it per minute."""
     other = msgspec.structs.replace(FAMILY, tokenizer="old")
     with peers_of() as (peers, clock):
 
@@ -169,7 +169,7 @@ def test_a_worker_that_was_refused_is_tried_again(caplog: pytest.LogCaptureFixtu
 
 
 def test_all_peers_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup of a name cannot be stopped."""
+    """The lookup of a name cannot be stopped."""
     is_known, looked_up = threading.Event(), []
 
     def look_up(name: str, *_: object) -> list[object]:
@@ -202,7 +202,7 @@ def test_a_listed_worker_is_no_concern_of_a_directory() -> None:
 
 
 def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None:
-    """One peer, also once both the worker and its name are gone."""
+    """It stays one peer, even after the worker and its name are gone."""
     clock = Clock()
     with worker_of(new_tree(PAGES)) as worker:
         at, url = worker.address, worker.address.replace("tcp:", "dns:")
@@ -289,7 +289,7 @@ def keyed(us: Party, worker: Party) -> PeerConfig:
 
 
 def test_no_request_waits_for_a_directory() -> None:
-    """No other part of a cache waits either, while the resolver does not answer."""
+    """While the resolver does not answer, no other part of a cache waits for it either."""
     silent = threading.Event()
     with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, _):
         look(peers, worker.address)

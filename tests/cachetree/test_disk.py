@@ -1,4 +1,4 @@
-"""The disk store, one situation at a time: what is found again, what is refused, what goes."""
+"""The disk store in one situation per test: entries that are found again, refused or evicted."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_some_pages_of_one_layer_are_read_alone(tmp_path: Path, span: Span) -> N
 
 
 def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> None:
-    """Pages of KV of 128 KiB, of which two are read at once, and smaller ones of E."""
+    """KV has pages of 128 KiB, two of which are read at once. E has smaller pages."""
     family = Family(**(msgspec.structs.asdict(FAMILY) | {"head_dim": 1024, "page_size": 32}))
     steps = [*steps_of(KV, family.num_layers), Step(Kind.E, 2)]
     kv = Step(Kind.KV, 1)
@@ -433,7 +433,7 @@ def test_removing_a_prefix_removes_all_pages_behind_it_with_their_e(tmp_path: Pa
 
 
 def test_entry_published_twice_is_one_file(tmp_path: Path) -> None:
-    """The copy of a folder that lost its tree."""
+    """A copy of the folder may have lost its tree."""
     one, other = tmp_path / "one", tmp_path / "other"
     for path in (one, other):
         with open_store(path) as store:

@@ -1,4 +1,4 @@
-"""The disk store when processes die and bits flip: right bytes, or a miss."""
+"""The disk store when processes die and bits flip: a read gives the right bytes, or misses."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_process_killed_anywhere_in_a_write_leaves_what_was_there(fast: Path, 
 
 @pytest.fixture(name="fast")
 def _fast(tmp_path: Path) -> Iterator[Path]:
-    """A place for very many small files: in memory where there is such a place."""
+    """A folder for very many small files, in memory if the machine has such a folder."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -109,7 +109,8 @@ def _fast(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(name="small")
 def _small(fast: Path) -> Path:
-    """A directory with three entries of KV, the second on the first, and two of E."""
+    """A directory with three entries of KV, of which the second depends on the first, and with two
+    entries of E."""
     with open_store(fast / "small") as store:
         assert write(store, A, "ab", e_layers=[1])
         assert write(store, A, "abc", start=2)
@@ -118,10 +119,11 @@ def _small(fast: Path) -> Path:
 
 
 NUM_LOST = [3, 1, 2]
-"""Files that are lost with each damaged one, with the E that needs them."""
+"""Number of files that are lost with each damaged file, with the E that needs them."""
 TEXTS = ((A, "ab"), (A, "abc"), (B, "ab"))
 LEFT = ([0, 0, 2], [2, 2, 2], [2, 3, 0])
-"""Right pages of each text after each entry was damaged. The second entry needs the first."""
+"""Number of right pages of each text after each entry was damaged. The second entry depends on the
+first."""
 
 
 def copies(path: Path, to: Path) -> Iterator[tuple[int, int, Path]]:
@@ -181,7 +183,7 @@ def test_a_file_cut_anywhere_hurts_only_its_entry(small: Path, fast: Path) -> No
 
 
 def test_a_size_that_cannot_be_is_not_allocated(small: Path) -> None:
-    """The file is as long as its prefix says, and has nothing in it."""
+    """The file is as long as its prefix says, and empty behind the prefix."""
     file = file_of(small, A, "abc")
     head = file.read_bytes()[:8]
     file.write_bytes(head + struct.pack("<QQ", 1 << 40, 0))
@@ -204,7 +206,7 @@ def test_an_entry_that_is_there_twice_counts_once(small: Path) -> None:
 
 
 def test_files_of_others_stay_untouched(small: Path) -> None:
-    """Files of other names."""
+    """The files have names of another form."""
     name = data_files(small)[-1].name
     (small / "letter.txt").write_text("dear")
     (small / f"{name}.bak").write_text("dear")
@@ -238,7 +240,7 @@ def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_p
 
 @pytest.mark.long
 def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
-    """More than 10⁵ single-bit flips."""
+    """The test flips more than 10⁵ single bits."""
     with open_store(tmp_path) as store:
         pages = path_of("".join(map(chr, range(33, 313))))
         assert store.write(change_of(A, pages), views_of(A, pages))
@@ -279,7 +281,7 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
 
 
 def test_the_head_of_the_largest_file_is_not_too_large_to_be_read() -> None:
-    """Its pages are the smallest that there are."""
+    """The file has the smallest pages that are possible."""
     family = msgspec.structs.replace(FAMILY, num_layers=1, head_dim=1)
     num_pages = MAX_FILE_BYTES // page_bytes_of(Layout.of(family, 1, KV))
     layout = Layout.of(family, num_pages, KV)

@@ -1,4 +1,4 @@
-"""The disk store when room or descriptors run out: nothing half written, and a miss."""
+"""The disk store without room or descriptors: it writes nothing in part, and misses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = Path(__file__).with_name("disk_parts.py")
 
 @contextlib.contextmanager
 def limited(what: int, soft: int) -> Iterator[None]:
-    """A limit of this process; Python ignores the signal of one on the size of files."""
+    """Set a limit of this process. Python ignores the signal of a limit on the size of files."""
     before, hard = resource.getrlimit(what)
     resource.setrlimit(what, (soft, hard))
     try:
@@ -119,7 +119,7 @@ def test_entry_that_cannot_be_read_at_start_is_not_removed(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("what", [resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE])
 def test_failed_writes_are_counted_and_are_no_damage(tmp_path: Path, what: int) -> None:
-    """The budget is used up, so that others have to go for each write."""
+    """The budget is used up, so other entries have to be evicted for each write."""
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         texts = [text_of(number, 4) for number in range(100)]
         assert all(write(store, B, text) for text in texts)

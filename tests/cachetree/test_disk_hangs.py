@@ -1,4 +1,4 @@
-"""A disk that hangs: nothing waits for it twice, memory is given up, and monitors learn of it."""
+"""A disk that hangs: no thread waits for it twice, memory is given up, and monitors show it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHOLE = plan_of(DISK, Span(0, 8))
 
 
 class SkewedClock:
-    """The system's clock, and the seconds that a test has let pass."""
+    """The system's clock, plus seconds that a test has added."""
 
     def __init__(self) -> None:
         self.skew_s = 0.0
@@ -43,7 +43,7 @@ class SkewedClock:
 
 @contextlib.contextmanager
 def with_disk(path: Path) -> Iterator[tuple[Cache, SkewedClock]]:
-    """Prompts 0 to 2 are on disk, each in a file of its own, and not in memory."""
+    """Store prompts 0 to 2 on disk, each in its own file, and not in memory."""
     clock = SkewedClock()
     config = CacheConfig(
         disk_path=str(path), disk_bytes=64 << 20, host_bytes=8 * PROMPT_BYTES, serves=False
@@ -58,7 +58,7 @@ def with_disk(path: Path) -> Iterator[tuple[Cache, SkewedClock]]:
 
 @contextlib.contextmanager
 def hanging(files: Sequence[Path]) -> Iterator[None]:
-    """Reads of these files do not return inside the block."""
+    """Let reads of these files hang until the end of the block."""
     for file in files:
         file.unlink()
         os.mkfifo(file)  # Opening it waits for a writer.

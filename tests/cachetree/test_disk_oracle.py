@@ -1,4 +1,5 @@
-"""The disk store at random beside an oracle: what is there, and how many bytes."""
+"""Random operations on the disk store, compared with an oracle: the stored pages, and the number of
+bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from cachetree.ids import KV, ModelId, PageHash, Part
 
 
 class Oracle:
-    """Pages that the store may have: per model, those written and not removed since."""
+    """Pages that the store may have. For each model, these are the pages that were written and not
+    removed since."""
 
     def __init__(self) -> None:
         self.pages: dict[ModelId, set[PageHash]] = {A: set(), B: set()}

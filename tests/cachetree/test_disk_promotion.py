@@ -46,7 +46,7 @@ ROOM = 64 * PAGE_TOTAL
 
 @contextlib.contextmanager
 def on_disk_only(folder: Path, **config: object) -> Iterator[tuple[Cache, Location]]:
-    """A worker that has entries on disk, and none in memory."""
+    """Make a worker that has entries on disk, and none in memory."""
     disk = {"disk_path": str(folder), "disk_bytes": 64 << 20, "host_bytes": ROOM}
     with cache_of(**{**disk, **config}) as worker:
         store(worker.tree, PAGES[:20])
@@ -133,7 +133,7 @@ def test_a_damaged_disk_makes_a_fetch_stale_and_its_advert_goes(tmp_path: Path) 
 
 
 def slow(worker: Cache, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing is read from its disk before that is set."""
+    """Let reads from the worker's disk wait until this event is set."""
     goes_on = threading.Event()
     store_ = worker._disk._store  # type: ignore[union-attr]
     read = store_.read
@@ -213,7 +213,7 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
 
 
 def test_kv_in_memory_hides_from_nobody_the_e_on_disk(tmp_path: Path) -> None:
-    """A server stores KV that it has read, of its own model, without E."""
+    """A server stores KV of its own model that it has read from a peer, without E."""
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         num_written = worker._disk.status().counts.num_written_entries
         with worker.tree.reserve(MODEL, None, PAGES) as reservation:

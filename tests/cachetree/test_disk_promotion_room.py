@@ -1,4 +1,4 @@
-"""Lines that a worker reads from disk for peers, in memory that does not take all of them."""
+"""Lines that a worker reads from disk for peers. Its memory has no room for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ HOT, PINNED = pages_of(20, "hot "), pages_of(40, "pinned ")
 
 @contextlib.contextmanager
 def worker_of(folder: Path) -> Iterator[tuple[Cache, Location]]:
-    """Memory for 90 pages; on disk two lines of 60, each in several files."""
+    """Make a worker with memory for 90 pages, and two lines of 60 pages on disk, each in several
+    files."""
     disk = {"disk_path": str(folder), "disk_bytes": 16 << 20, "host_bytes": 90 * PAGE_TOTAL}
     with cache_of(**disk) as worker:
         for num_pages, pages in ((60, FIRST), (120, SECOND)):
@@ -77,7 +78,7 @@ def test_line_that_cannot_fit_beside_a_pin_evicts_nothing(tmp_path: Path) -> Non
 
 
 def test_line_that_cannot_fit_beside_readers_evicts_nothing(tmp_path, monkeypatch):
-    """Its first pages are in memory: they have to stay too."""
+    """The line's first pages are in memory, and have to stay there."""
     monkeypatch.setattr("cachetree.disk.asker._MAX_ROOM_S", 0.1)
     with worker_of(tmp_path) as (worker, address), reader_of(address) as cache:
         store(worker.tree, FIRST[:5])

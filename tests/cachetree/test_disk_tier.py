@@ -57,7 +57,7 @@ WHOLE = tier_parts.plan_of(DISK, Span(0, 8))
 
 
 def open_cache(path: Path, family: Family = FAMILY, **config: object) -> Cache:
-    """A cache with memory for four prompts, unless the config says otherwise."""
+    """Open a cache with memory for four prompts, unless the config says otherwise."""
     default = {"host_bytes": 4 * PROMPT_BYTES, "disk_bytes": 64 << 20, "serves": False}
     return Cache(family, CacheConfig(disk_path=str(path), **(default | config)))
 
@@ -112,7 +112,7 @@ def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(tmp_path, monkeypatc
 
 
 def test_e_that_pages_gain_is_all_that_is_written(tmp_path: Path) -> None:
-    """The sizes are an 8B model's: E of one layer takes 1/16 of the KV's bytes."""
+    """The sizes are like an 8B model's: E of one layer takes 1/16 of the KV's bytes."""
     family = msgspec.structs.replace(FAMILY, num_layers=32, page_size=64)
     pages = prompt(0)
     kv = [memoryview(bytes(8 * family.kv_page_bytes))] * family.num_layers
@@ -306,7 +306,7 @@ def test_entries_read_into_memory_are_not_written_again(tmp_path: Path) -> None:
 
 
 def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
-    """Set once it has been tried."""
+    """Return an event that is set once the promotion has been tried."""
     done = threading.Event()
     cache._disk.promote(
         MODEL,
@@ -320,7 +320,7 @@ def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
 
 
 def evict(cache: Cache, pages: Sequence[PageHash] = ()) -> queue.SimpleQueue[tuple[int, int]]:
-    """Everything, or a prompt; gets what it freed."""
+    """Evict everything, or one prompt. Return the freed bytes."""
     freed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     cache._disk.evict(None, pages, lambda *num_bytes: freed.put(num_bytes))
     return freed

@@ -1,4 +1,5 @@
-"""LRU beside its textbook, on prompts of one page, and where prompts share."""
+"""LRU compared with a textbook implementation, on prompts of one page and on prompts that share
+pages."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_skipped_entry_gets_its_turn_again() -> None:
 
 
 def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
-    """A page of E is as large as four of KV, and what goes first leaves holes of one."""
+    """A page of E is as large as four pages of KV. Eviction leaves holes of one page of KV."""
     tree = CacheTree(msgspec.structs.replace(FAMILY, hidden_size=16), host_bytes=12 * PAGE)
 
     def put(text: str, part: Part = KV_PART) -> bool:

@@ -1,8 +1,9 @@
-"""Every fault at every frame of a session: the right bytes or none, in time, and nothing stays.
+"""Every fault at every frame of a session: a fetch brings the right bytes or none, in time, and
+leaves nothing behind.
 
-The frames are those of both directions of its two connections, from the greeting to the last frame
-of a fetch. Every frame meets every fault by default; a flip takes one random bit of each frame, and
-the slow tests take many more.
+The frames are from both directions of the session's two connections, from the greeting to the last
+frame of a fetch. Every frame meets every fault by default; a flip takes one random bit of each
+frame, and the slow tests take many more.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def fetch(cache: Cache, location: Location) -> FetchError | None:
 
 
 def receiver(location: Location) -> Cache:
-    """Its staging budget has room for one fetch."""
+    """A cache with a staging budget for one fetch."""
     config = CacheConfig(peers=(location,), serves=False, peer=PEER, staging_bytes=FETCH_BYTES)
     return Cache(FAMILY, config)
 
@@ -132,7 +133,7 @@ def strike_at(worker: Location, strike: Strike, seed: int) -> Outcome:
 
 @pytest.fixture(scope="module")
 def frames() -> list[tuple[Towards, int, Via]]:
-    """The frames of one session with one undisturbed fetch."""
+    """Return the frames of one session with one undisturbed fetch."""
     all_frames = frames_of(new_tree(PAGES))
     assert len(all_frames) >= 3 + 1 + 4 + 2 * FETCH_BYTES // FRAME_BYTES
     return all_frames
@@ -155,7 +156,7 @@ def frames_of(source: CacheTree) -> list[tuple[Towards, int, Via]]:
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
+    """Return the descriptors and threads of this process."""
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
@@ -255,7 +256,7 @@ def test_a_deed_is_done_before_its_frame_goes_on() -> None:
 
 
 def with_each_bit_flipped(sound: bytes) -> Iterator[memoryview]:
-    """The same buffer again and again, with one bit after the other wrong."""
+    """Yield the same buffer again and again, each time with another bit flipped."""
     flipped = bytearray(sound)
     view = memoryview(flipped)
     for at in range(len(flipped)):

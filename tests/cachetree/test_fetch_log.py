@@ -1,4 +1,4 @@
-"""One line for each fetch, and counts by what became of it."""
+"""One log line for each fetch, and counts by outcome."""
 
 from __future__ import annotations
 

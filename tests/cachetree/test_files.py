@@ -1,4 +1,4 @@
-"""Files that users name are written, whatever they are; none of them is put aside."""
+"""Files that users name are written, whatever kind of file they are. None of them is moved away."""
 
 import os
 import threading

@@ -227,7 +227,8 @@ def write_index(folder: Path, *shards: str) -> None:
 
 
 def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
-    """SGLang loads an index before a single file, and without one all files there are."""
+    """SGLang loads an index rather than a single file. Without an index, it loads all files in the
+    folder."""
     model = write(tmp_path / "m")
     identity = read_model_identity(model)
     one = model / "model.safetensors"

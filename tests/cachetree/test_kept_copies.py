@@ -1,4 +1,5 @@
-"""A worker keeps copies of what engines compute: they outlive the engines, and others read them."""
+"""A worker keeps copies of the entries that engines compute. The copies outlive the engines, and
+other servers read them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ OTHERS = pages_of(64, "other")
 
 @contextlib.contextmanager
 def fleet(num_engines: int = 1, **settings: object) -> Iterator[tuple[Cache, list[Cache]]]:
-    """A worker, and engines that it keeps copies of."""
+    """Make a worker that keeps copies, and its engines."""
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(cache_of()) for _ in range(num_engines)]
         addresses = tuple(engine.address for engine in engines)
@@ -46,7 +47,7 @@ def fleet(num_engines: int = 1, **settings: object) -> Iterator[tuple[Cache, lis
 
 
 def num_kept(worker: Cache, pages: Sequence[PageHash] = PAGES) -> int:
-    """How many of the first pages it has in memory, with E."""
+    """Return how many of the first pages the worker has in memory, with E."""
     return next(
         (it.e_pages.get(E_LAYER, 0) for it in worker.match(pages) if it.location == LOCAL), 0
     )
@@ -126,7 +127,7 @@ def moved_bytes(worker: Cache) -> int:
 
 
 def keep(engine: Cache, **settings: object) -> contextlib.AbstractContextManager[Cache]:
-    """A worker that keeps copies of one engine."""
+    """Make a worker that keeps copies of one engine."""
     return cache_of(keeps=(engine.address,), **settings)
 
 
@@ -136,14 +137,14 @@ def pulls(worker: Cache) -> PullStatus:
 
 
 def settled(worker: Cache) -> bool:
-    """Whether it has heard all and nothing waits."""
+    """Whether the worker has heard everything, and nothing waits."""
     return worker.wait_ready(0) and pulls(worker).num_waiting == 0
 
 
 @contextlib.contextmanager
 def cut_off(engine: Cache, **settings: object) -> Iterator[tuple[Cache, Callable[[], None]]]:
-    """A worker that keeps copies of one engine, and a function that ends its session: the snapshot
-    of the next one names everything again."""
+    """Make a worker that keeps copies of one engine, and a function that ends its session. The
+    snapshot of the next session names all entries again."""
     with (
         FaultProxy(engine.address, seed=0) as proxy,
         cache_of(keeps=(proxy.address,), **settings) as worker,
@@ -282,7 +283,7 @@ Script = Callable[[ScriptedWorker, bytes, wire.Fetch], None]
 
 
 class Engine(ScriptedWorker):
-    """Advertises entries that it does not have."""
+    """An engine that advertises entries which it does not have."""
 
     def __init__(self, num_entries: int, script: Script) -> None:
         self._entries = [

@@ -1,4 +1,4 @@
-"""Key files: what is written, what is read, and that no secret is ever shown."""
+"""Key files: their content, which files are accepted, and that no secret is ever shown."""
 
 from __future__ import annotations
 

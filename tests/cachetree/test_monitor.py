@@ -44,7 +44,7 @@ MOST_THREADS = 32
 
 
 def scraped(cache: Cache) -> dict[tuple[str, ...], float]:
-    """(name, label values...) to value."""
+    """Return a scrape: values by (name, label values...)."""
     registry = CollectorRegistry()
     registry.register(StatusCollector(cache.status))
     text = generate_latest(registry).decode()
@@ -282,7 +282,7 @@ def test_request_that_drips_ends_though_each_byte_is_in_time(monkeypatch):
 
 
 def test_flood_of_real_requests_waits_for_threads() -> None:
-    """A thread that answers cannot be stopped."""
+    """A thread that answers a request cannot be stopped."""
     go_on = threading.Event()
 
     def slow() -> CacheStatus:
@@ -346,7 +346,7 @@ def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("serves", [True, False])
 def test_scrape_adds_up_what_is_held_once(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
-    """All pins and leases are looked at, under the lock of the tree."""
+    """Each scrape looks at all pins and leases, under the tree's lock."""
     held_bytes, looks = CacheTree.held_bytes, []
 
     def look(tree: CacheTree) -> int:

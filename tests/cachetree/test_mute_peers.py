@@ -1,4 +1,4 @@
-"""A peer that never says what it has learned costs its worker neither memory nor time."""
+"""A peer that never confirms what it has learned costs its worker neither memory nor time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cachetree.tree import CacheTree
 
 
 def told(advertiser: Advertiser) -> int:
-    """How many `Entries` go out now."""
+    """Return how many `Entries` the advertiser sends now."""
     adverts = iter(advertiser.next, None)
     return sum(isinstance(it, wire.Entries) for it in adverts)
 

@@ -1,4 +1,4 @@
-"""The index against a plain dict from pages to nodes, with hashes that are alike in part."""
+"""The index compared with a plain dict from pages to nodes. Some hashes have equal beginnings."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from cachetree.planning import FREE_LINK, Link, Patience
 
 LINK = Link(byte_s=1e-3)
 FOR_A_SECOND = Patience(saving_s=0.25, wait_s=1.0, link=LINK)
-"""A thousand bytes."""
+"""Patience for a fetch of a thousand bytes that takes a second."""
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,8 @@ def test_it_may_be_late_by_what_it_saves(num_landed: int, limit_s: float) -> Non
 
 
 def test_fetches_ahead_and_beside_do_not_make_a_fetch_late() -> None:
-    """100 bytes with as many of one that has 300, all 50 of another, and 200 ahead of them."""
+    """A fetch of 100 bytes shares the link with two others: 300 bytes of one and 50 bytes of the
+    other are left. 200 bytes are ahead of it."""
     busy = replace(LINK, backlog=[300, 50], ahead=200, fixed_s=0.1)
     patience = replace(FOR_A_SECOND, link=busy)
     assert patience.limit_s(100) == pytest.approx(0.25 + 0.1 + 0.45)
@@ -55,7 +56,7 @@ def test_the_more_has_come_the_longer_it_waits_up_to_what_its_wait_may_cost(
 
 @given(st.lists(st.integers(1, 2000), max_size=4), st.integers(0, 500), st.integers(1, 999))
 def test_at_a_steady_rate_the_rest_is_told_exactly(backlog, ahead, num_landed):
-    """Whatever the rate is: here a third of what was known."""
+    """The prediction holds for any rate. Here the rate is a third of the expected one."""
     link = replace(LINK, backlog=backlog, ahead=ahead)
     elapsed_s, all_s = (3 * link.seconds(it) for it in (num_landed, 1000))
     assert link.rest_s(elapsed_s, num_landed, 1000) == pytest.approx(all_s - elapsed_s)

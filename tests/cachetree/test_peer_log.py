@@ -1,4 +1,5 @@
-"""Log lines of a reader about peers that are not ready: every cause, and none too often."""
+"""A reader's log lines about peers that are not ready: every cause has a line, and no line comes
+too often."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ HERE = Location("tcp://127.0.0.1:7")
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """Lines of the logger that a server marks as its own."""
+    """Lines of the logger that a server gives a prefix."""
     caplog.set_level(logging.INFO, "cachetree.peer")
     lines: list[str] = []
     handler = logging.Handler()
@@ -64,7 +65,7 @@ def test_a_worker_that_is_not_there_yet_and_leaves(logged: list[str]) -> None:
 
 
 def test_a_worker_of_another_family(logged: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Each side says so; the worker, of all who come from one place, once."""
+    """Each side logs it. The worker logs it once for all connections from one place."""
     other = msgspec.structs.replace(FAMILY, rope="r" * 100_000)
     with (
         worker_of(new_tree(family=other)) as worker,
@@ -136,7 +137,7 @@ def test_a_server_that_is_its_own_peer_is_told_before_it_starts() -> None:
 
 
 def test_two_addresses_of_one_worker_are_reported_when_they_shake_hands(logged: list[str]) -> None:
-    """The worker's identity is the same at each of its addresses."""
+    """The worker has the same identity at each of its addresses."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]

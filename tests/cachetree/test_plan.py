@@ -1,4 +1,4 @@
-"""Plans and spans: every layer loaded or recomputed exactly once."""
+"""Plans and spans: every layer is loaded or recomputed exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The decision, rule by rule. Ten layers, pages of 16 tokens, numbers that can be done in the head.
+"""The decision, rule by rule. Models have ten layers, pages have 16 tokens, and the numbers are
+easy to compute.
 
 At 1 ms per token-layer, full prefill of a page takes 160 ms; a page of KV of one layer is 1 MB and
 a page of E 2 MB.
@@ -161,7 +162,7 @@ def test_a_difference_that_the_server_found_itself_needs_no_profile() -> None:
 
 
 def test_one_step_recomputes_only_so_much() -> None:
-    """[3, 6) of 160 tokens is 320 token-layers: at 1 ms each, 0.32 s."""
+    """Recomputing [3, 6) of 160 tokens is 320 token-layers: at 1 ms each, 0.32 s."""
     tokens = replace(DEMAND, max_recompute_tokens=50)
     assert plan_for(match(S), demand=tokens).pages == Span(0, 3)
     seconds = replace(DEMAND, max_stall_s=0.2, first_page=2)
@@ -177,7 +178,8 @@ def test_one_step_recomputes_only_so_much() -> None:
 
 
 def test_one_step_recomputes_and_copies_only_for_so_long() -> None:
-    """A page with [3, 6) takes 32 ms, and 18 ms for copies of 9 MB. All ten layers are 10 MB."""
+    """A page with [3, 6) takes 32 ms of recompute, and 18 ms of copies of 9 MB. All ten layers are
+    10 MB."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, copy_byte_s=2e-3 / MB)})
     demand = replace(DEMAND, max_stall_s=0.201)
     assert plan_for(match(S, location=FAR), demand=demand, costs=costs).pages == Span(0, 4)
@@ -375,14 +377,14 @@ def test_a_named_block_on_the_own_cache_needs_the_own_name() -> None:
 
 
 def test_the_own_cache_answers_who_wants_nothing_recomputed() -> None:
-    """An example is an activated adapter before its invocation: its model is then the base."""
+    """An example is an activated adapter before its invocation, where its model is the base."""
     asked = replace(DEMAND, requested=Requested(block=EMPTY_SPAN))
     assert plan_for(match(R), demand=asked, profiles={}).is_exact
     assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
 
 
 def test_a_forbidden_block_is_refused_whoever_has_the_pages() -> None:
-    """Also where the own cache would answer, or the device has them all."""
+    """It is refused even if the own cache could answer, or if the device has all pages."""
     asked = replace(DEMAND, requested=Requested(block=Span(4, 5)))
     for held in (0, 10):
         nothing = choose(replace(asked, first_page=held), [match(R)], PROFILES, UNKNOWN)
@@ -397,7 +399,8 @@ def test_a_forbidden_block_is_refused_whoever_has_the_pages() -> None:
 
 
 def test_an_approximate_plan_goes_on_from_approximate_kv() -> None:
-    """An exact one from exact KV; and both have to be worth more than what the device has."""
+    """An exact plan continues from exact KV. Both plans have to save more than the pages on the
+    device do."""
     held = replace(DEMAND, first_page=2, first_approximate=4)
     assert plan_for(match(S), demand=held).pages == Span(4, 10)
     assert plan_for(match(R), demand=held).pages == Span(2, 10)
@@ -409,8 +412,8 @@ def test_an_approximate_plan_goes_on_from_approximate_kv() -> None:
 
 @pytest.mark.parametrize("costs", [UNKNOWN, MEASURED])
 def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(costs):
-    """A block of three layers costs two of ten, or three where nothing is measured: as much as two
-    or three of the ten pages in full."""
+    """Recomputing a block of three layers costs as much as two of ten full layers, or three if
+    nothing is measured. For ten pages, this is as much as two or three pages in full."""
     demand = replace(DEMAND, first_approximate=0)
     most = 6 if costs is UNKNOWN else 7
     for num_exact in range(10):
@@ -519,8 +522,8 @@ def test_a_late_transfer_and_a_recompute_that_is_off_are_not_expected_at_once(sl
 
 
 def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
-    """The recompute's speed is unknown, or the prompt is longer than any so far and its rest is
-    not."""
+    """Either the recompute's speed is unknown, or the prompt is longer than any measured prompt and
+    its rest is not."""
     prefill = MEASURED.prefill
     assert prefill is not None
     long = replace(MEASURED, prefill=replace(prefill, known_tokens=100))
@@ -532,7 +535,7 @@ def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
 
 
 def test_pages_beyond_the_plan_are_prefilled() -> None:
-    """Four of ten pages, of 0.16 s each."""
+    """Four of ten pages are prefilled, at 0.16 s each."""
     plan = replace(plan_for(match(S, location=FAR)), pages=Span(0, 6))
     ttft_s = times_of(plan, 16, MEASURED).ttft_s
     assert ttft_s is not None
@@ -573,7 +576,7 @@ def test_a_plan_may_wait_longer_than_it_saves(num_waiting: int) -> None:
 
 
 def test_a_request_is_to_wait_for_what_its_plan_is_predicted_to_wait() -> None:
-    """[3, 6): E takes 0.2 s, and 0.7 s of KV less than the recompute of 0.32."""
+    """E of [3, 6) takes 0.2 s. KV takes 0.7 s, of which the recompute hides 0.32 s."""
     link = Link(byte_s=1e-8)
     costs = replace(MEASURED, links={FAR: link})
     plan = plan_for(match(S, location=FAR))

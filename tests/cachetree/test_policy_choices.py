@@ -1,4 +1,4 @@
-"""Choices of the policy where two plans are near each other: each of them decides a tie."""
+"""Choices of the policy between plans that are nearly equal. Each test decides one tie."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def test_why_nothing_is_reused_is_told_to_a_person(demand, matches, profiles, re
     [(90, Span(3, 6), 10), (89, Span(3, 6), 9), (63, Span(3, 6), 7), (9, Span(0, 8), 4)],
 )
 def test_a_plan_is_cut_to_what_the_staging_takes(most: int, block: Span, num_pages: int) -> None:
-    """A page takes a megabyte of each layer that is loaded, and two of E: 9 with [3, 6), and 2
-    with [0, 8), which starts from embeddings."""
+    """A page takes one megabyte for each loaded layer, and two for E. With [3, 6) these are 9 MB.
+    With [0, 8), which starts from embeddings, these are 2 MB."""
     demand = replace(DEMAND, max_fetch_bytes=most * MB)
     plan = plan_for(match(S, location=FAR), demand=demand, costs=MEASURED)
     assert (plan.block, plan.pages) == (block, Span(0, num_pages))
@@ -182,7 +182,7 @@ def test_a_plan_is_cut_to_what_the_staging_takes(most: int, block: Span, num_pag
 
 
 def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers() -> None:
-    """There are two senders, and one has no proven block at all."""
+    """There are two senders, one of which has no proven block at all."""
     other = msgspec.structs.replace(PROFILE, sender=OTHER, blocks=(block(1, 9, 0.99),))
     refused = choose(asking(Span(4, 5)), [match(R)], index_profiles([PROFILE, other]), UNKNOWN)
     assert isinstance(refused, NoReuse)
@@ -206,7 +206,7 @@ def test_entries_are_encoded_everywhere_but_in_the_engines_pool() -> None:
 
 
 def test_remaining_prefill_counts_towards_the_target() -> None:
-    """6 of 10 pages: 0.64 s for the rest, and 0.19 s or 0.67 s for the block."""
+    """The rest takes 0.64 s if 6 of 10 pages are reused, and the block takes 0.19 s or 0.67 s."""
     demand = replace(DEMAND, ttft_target_s=1.0)
     profiles = profile_with(block(0, 8, 0.99), block(3, 6, 0.96))
     plan = plan_for(match(S, 6), demand=demand, profiles=profiles, costs=MEASURED)
@@ -222,7 +222,7 @@ def test_better_plan_is_taken_among_equal_recomputes_in_time() -> None:
 
 @pytest.mark.parametrize(("full", "chosen"), [(1.0, Span(3, 10)), (0.96, Span(2, 9))])
 def test_better_plan_is_taken_among_equal_savings(full: float, chosen: Span) -> None:
-    """A lossless plan has the measured quality of a full prefill."""
+    """A lossless plan has the quality that was measured for full prefill."""
     profiles = profile_with(block(2, 9, 0.97), full=full)
     demand = replace(BUSY, first_differences={S: 3})
     plan = plan_for(match(S, e={2: 10, 3: 10}), demand=demand, profiles=profiles)

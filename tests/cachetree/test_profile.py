@@ -1,4 +1,4 @@
-"""Pair profiles on disk, the family of a model, and what refuses to fit."""
+"""Pair profiles on disk, the family of a model, and models or files that do not fit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path: Path) -> None:
-    """Its blocks alone were never proven."""
+    """Its blocks were never proven without the refreshed layers."""
     file = tmp_path / "pair.json"
     write_profile(profile(BLOCK), file)
     content = json.loads(file.read_text())

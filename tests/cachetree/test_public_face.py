@@ -12,11 +12,12 @@ import pytest
 import cachetree
 
 LATE = ("torch", "transformers", "sglang", "yaml", "prometheus_client", "scipy")
-"""Packages that only optional parts need, which a program imports by name."""
+"""Packages that only optional parts need. A program imports these parts by name."""
 
 
 def undocumented(name: str, thing: object) -> Iterator[str]:
-    """The class or function itself, and each public function of a class, where it says nothing."""
+    """Yield the class or function itself, and each public function of a class, if it has no
+    docstring."""
     if not (thing.__doc__ or "").strip() or (thing.__doc__ or "").startswith(f"{name}("):
         yield name
     for member, value in vars(thing).items() if inspect.isclass(thing) else ():
@@ -34,7 +35,7 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 def test_undocumented_names_are_reported() -> None:
     class Silent:
-        """Says something, unlike its verb."""
+        """A class with a docstring, and with a method that has none."""
 
         def verb(self) -> None: ...
 
@@ -46,7 +47,7 @@ def test_undocumented_names_are_reported() -> None:
 
 
 def test_the_import_brings_in_no_more_than_the_cache_needs() -> None:
-    """Modules and not seconds are counted."""
+    """The test counts modules, not seconds."""
     code = f"import sys, cachetree; print([it for it in {LATE!r} if it in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (done.stdout, done.stderr) == ("[]\n", "")

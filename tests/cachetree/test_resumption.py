@@ -1,4 +1,4 @@
-"""A fetch that something breaks asks for the rest, a few times, and is over by its deadline."""
+"""A fetch that is interrupted asks for the rest a few times, and ends by its deadline."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ PAGES = pages_of(16)
 SIZE = 16 * PAGE_BYTES
 FRAME_BYTES = SIZE // 4
 PATIENT = msgspec.structs.replace(FAST, breaker_errors=100, connect_s=20.0)
-"""Its breaker stays out of the way, and a busy machine is no fault."""
+"""Settings with a breaker that never opens, and with waits that a busy machine does not exceed."""
 
 
 def frames_of(fetch: wire.Fetch) -> list[tuple[Frame, bytes]]:
-    """All that a sound worker would send from where the fetch begins."""
+    """Return all frames that a correct worker would send for the fetch, from its first byte on."""
     frames = []
     for index, step in enumerate(STEPS):
         whole = b"".join(content(page, step) for page in PAGES)
@@ -66,7 +66,8 @@ def frames_of(fetch: wire.Fetch) -> list[tuple[Frame, bytes]]:
 
 
 class BreakingWorker(ScriptedWorker):
-    """Serves `PAGES`; breaks the first `num_broken` requests at their third frame by `harm`."""
+    """A worker that serves `PAGES`. It breaks the first `num_broken` requests at their third frame,
+    by `harm`."""
 
     def __init__(
         self, harm: Callable[[BreakingWorker, bytes, Frame, bytes], bool], num_broken: int
@@ -155,7 +156,7 @@ def test_retries_are_bounded(harm: Callable[..., bool]) -> None:
 
 @pytest.mark.parametrize(("towards", "place"), [(Towards.WORKER, 0), (Towards.PEER, -1)])
 def test_lost_frames_are_missed_at_the_next_heartbeat(towards: Towards, place: int) -> None:
-    """The request, or the last frame: nothing comes that could show the gap."""
+    """The lost frame is the request, or the last frame: no later frame shows the gap."""
     rarely = msgspec.structs.replace(PATIENT, heartbeat_s=0.5, frame_bytes=FRAME_BYTES)
     with (
         worker_of(new_tree(PAGES)) as worker,

@@ -141,7 +141,8 @@ def test_unused_entries_leave_after_their_time() -> None:
 
 
 def test_sweep_of_a_crowd_takes_several_turns() -> None:
-    """A caller of `sweep`, such as a forward that stores its pages, waits for no more."""
+    """So a caller of `sweep`, such as a forward that stores its pages, waits only for a short
+    time."""
     clock = FakeTime()
     tree = CacheTree(FAMILY, host_bytes=1000 * PAGE, clock=clock, retention=Retention(ttl_s=10))
     for number in range(1000):

@@ -1,4 +1,4 @@
-"""The schedule: the paper's example, and what must hold for any other."""
+"""The schedule: the paper's example, and properties of every other schedule."""
 
 from __future__ import annotations
 

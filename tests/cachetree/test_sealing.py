@@ -1,4 +1,4 @@
-"""Seals: what was changed, lost, repeated, turned round or put elsewhere is never opened."""
+"""Seals: a part that was changed, lost, repeated, swapped or moved is never opened."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_each_message_is_opened_once_at_its_place_and_by_its_receiver() -> None:
 
 
 def pair_like(seals: Seals) -> Seals:
-    """Return new seals, as `seals` was before its first message."""
+    """Return new seals, equal to `seals` before its first message."""
     fresh = type(seals)(bytes(32), is_worker=False)
     fresh._cipher = seals._cipher
     return fresh
@@ -128,7 +128,8 @@ def test_no_nonce_comes_twice() -> None:
 
 
 def test_every_seal_takes_a_number_of_its_own() -> None:
-    """The same text is never sealed to the same bytes, as header or as piece, by either side."""
+    """Equal texts are never sealed to equal bytes: not as header or piece, and not by either
+    side."""
     worker, peer = pair_of()
     text = memoryview(HEADER)
     made = [

@@ -1,4 +1,4 @@
-"""Keys and addresses in settings, files and commands: what starts, and what is refused."""
+"""Keys and addresses in settings, files and commands: which are accepted, and which are refused."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def test_status_and_ping_prove_themselves(us, friend, stranger, capsys):
 
 
 def test_a_served_cache_is_read_with_a_key(us: Party, friend: Party, tmp_path: Path) -> None:
-    """The whole way: keys from files, a YAML's settings, a fetch between two caches."""
+    """The test takes the whole way: keys from files, settings from YAML, and a fetch between two
+    caches."""
     settings = {
         "worker": {
             "listen": "tcp://127.0.0.1:0",

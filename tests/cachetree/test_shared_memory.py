@@ -1,4 +1,5 @@
-"""Pages read where they lie: only the worker's own memory, only while it is held, or not at all."""
+"""Pages that are read in place: only from the worker's own memory, only while they are held, or not
+at all."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def inode_of(arena: Arena) -> int:
 
 
 def open_arenas() -> list[int]:
-    """The inodes of the arenas, its own or others', on which this process has descriptors."""
+    """Return the inodes of the arenas, of this process or others, on which this process has
+    descriptors."""
     inodes = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -75,7 +77,7 @@ def num_mappings(inode: int) -> int:
 
 
 class StalledStaging(RecordingStaging):
-    """Its writer waits at the first frame."""
+    """Staging in which the writer waits at the first frame."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(dict.fromkeys(STEPS, num_pages * PAGE_BYTES), Deadline.after(10))
@@ -135,7 +137,7 @@ def test_a_connection_holds_one_mapping_and_no_descriptor(arena: Arena) -> None:
     source, inode = new_tree(PAGES, memory=arena), inode_of(arena)
 
     def num() -> tuple[int, int]:
-        """Descriptors and mappings."""
+        """Return the number of descriptors and of mappings."""
         return open_arenas().count(inode), num_mappings(inode)
 
     assert num() == (1, 1)

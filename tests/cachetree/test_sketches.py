@@ -1,4 +1,5 @@
-"""Distances by sketches: close to the true ones for any change, from a folder as from memory."""
+"""Distances by sketches: close to the true distances for any change, and equal from a folder and
+from memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging: steps land in any sizes, and every wait ends."""
+"""Staging: steps arrive in pieces of any size, and every wait ends."""
 
 from __future__ import annotations
 

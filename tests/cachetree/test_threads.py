@@ -20,7 +20,7 @@ PAGES = pages_of(4)
 
 
 class Item:
-    """Something that can be lost."""
+    """An item that can be lost."""
 
 
 def breaking(items: Iterator[object]) -> None:

@@ -1,4 +1,4 @@
-"""A cache with a tier of the caller's own: what it is asked, and when."""
+"""A cache with a tier that its caller made: which questions the tier gets, and when."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Shelf(msgspec.Struct, frozen=True):
 
 
 class ShelfTier:
-    """Has every page of the one model that it is asked about, and answers by `answer` only."""
+    """A tier that has every page of one model, and answers only by a call of `answer`."""
 
     location = SHELF
     num_readers = 1
@@ -97,7 +97,7 @@ def test_a_tier_may_note_its_speed_in_several_threads() -> None:
         return made[0]
 
     def clock() -> float:
-        """It is asked in the middle of a sample."""
+        """A clock that is read in the middle of a sample."""
         nonlocal most_at_once, num_at_once
         num_at_once += 1
         most_at_once = max(most_at_once, num_at_once)
@@ -150,8 +150,8 @@ def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
     [(1, 14, []), (2, 12, [2]), (3, 6, [2, 6]), (9, 0, [2, 4, 8])],
 )
 def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(num_readers, num_ahead, beside):
-    """It is not late either while the tier reads its single part, which is seen only at its end.
-    With several readers, the longest fetches continue beside those that are ahead."""
+    """The fetch is not late either while the tier reads its only part, because this is seen only at
+    its end. With several readers, the longest fetches run at the same time as fetches ahead."""
 
     class SlowTier(ShelfTier):
         def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
@@ -216,7 +216,8 @@ def written_behind(tree: CacheTree, write: Write) -> WriteBehind:
 
 
 def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
-    """This holds from the first entry on. The thread may ask before the constructor returns."""
+    """This holds from the first entry on. The thread may ask even before the constructor
+    returns."""
     begun = threading.Event()
     answers: list[bool] = []
 

@@ -1,4 +1,5 @@
-"""Spans of fetches that a worker serves: with tracing on, of what peers may say, and with it off.
+"""Spans of fetches that a worker serves: with tracing on, with any trace context that peers may
+send, and with tracing off.
 
 Every trace context here is made up.
 """
@@ -110,7 +111,7 @@ def test_a_context_that_is_too_long_is_not_read() -> None:
 
 @contextlib.contextmanager
 def serving_with(tmp_path: Path, **settings: object) -> Iterator[Location]:
-    """`cachetree serve`, which prints at its end whether it loaded OpenTelemetry."""
+    """Run `cachetree serve`. At its end, the process prints whether it loaded OpenTelemetry."""
     program = (
         "import sys; from cachetree.cli import main; main(); "
         "print('opentelemetry' in sys.modules, flush=True)"
@@ -139,7 +140,7 @@ def test_without_tracing_opentelemetry_is_not_loaded(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def kept_by(tmp_path: Path, **settings: object) -> Iterator[Location]:
-    """A worker of its own that has a copy of what a sender had."""
+    """Run a worker that has a copy of a sender's entries."""
     with cache_of() as sender:
         assert fill(sender, PAGES)
         cache = {"host_bytes": 64 << 20, "keeps": [sender.address]}

@@ -1,4 +1,5 @@
-"""A worker and its peers over real sockets: what arrives, in which order, within which bounds."""
+"""A worker and its peers over real sockets: which pages arrive, in which order, within which
+limits."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ PAGES = pages_of(256)
 
 @pytest.fixture(autouse=True, params=["frames", "shared memory"])
 def in_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pages come in frames, and are read where they lie."""
+    """Run the test twice: pages come in frames, and pages are read in place."""
     with ExitStack() as stack:
         if request.param == "shared memory":
 
@@ -121,7 +122,8 @@ def test_peers_learn_of_what_comes_and_what_goes() -> None:
 
 @pytest.mark.parametrize("max_pending_changes", [4096, 1])
 def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes: int) -> None:
-    """Each time they do, though changes come in pairs, and a slow one gets a new snapshot."""
+    """They know it each time, although changes come in pairs, and a slow peer gets a new
+    snapshot."""
     source, trees = new_tree(), [new_tree(), new_tree()]
     with worker_of(source, max_pending_changes=max_pending_changes) as worker, ExitStack() as stack:
         assert worker.knowing()(), "nobody is there"
@@ -233,7 +235,7 @@ def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
 
 
 def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes() -> None:
-    """When it is asked, long before the next heartbeat."""
+    """The worker says so when it is asked, long before the next heartbeat."""
     pages = pages_of(256)
     quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
     with (
@@ -264,7 +266,8 @@ def test_a_deadline_ends_both_sides() -> None:
 
 
 def test_impossible_fetch_fails_at_once_and_others_do_not() -> None:
-    """A name that is no text, and a time without end, which is as long as a worker allows."""
+    """One fetch has a name that is no text. Another has no time limit; it gets the longest that a
+    worker allows."""
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=5e6) as worker,
         peer_of(worker.address, new_tree()) as peer,

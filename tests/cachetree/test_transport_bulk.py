@@ -1,4 +1,5 @@
-"""Data connections between servers with keys: what is readable, who gets in, what damage costs."""
+"""Data connections between servers with keys: which bytes are readable, who is let in, and what
+damage costs."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def nothing_fails_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def behind_proxies(
     tree: CacheTree, us: Party, friend: Party, **settings: object
 ) -> Iterator[tuple[Location, FaultProxy]]:
-    """The address that leads to a worker through a proxy, and the proxy."""
+    """Return an address that leads to a worker through a proxy, and the proxy."""
     with worker_of(tree, **us.serving(friend, **settings)) as worker:
         port = ticket_of(worker.address, friend.asking(us)).port
         with FaultProxy(worker.address, seed=SEED, sealed_port=port) as proxy:

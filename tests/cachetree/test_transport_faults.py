@@ -150,7 +150,7 @@ def test_a_broken_protocol_ends_the_connection_and_another_is_made(script: Scrip
 
 @pytest.mark.parametrize("breaker_errors", [1, 9])
 def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors: int) -> None:
-    """The peer remembers why, until the next error; the first one may end the session too."""
+    """The peer remembers the error until the next one. The first error may also end the session."""
     config = msgspec.structs.replace(ONCE, breaker_errors=breaker_errors, cooldown_s=0.1)
     arena = Arena(len(STEPS) * SIZE)
     with ScriptedWorker(flipped_bit) as worker, peer_of(worker.address, new_tree(), config) as peer:
@@ -165,7 +165,7 @@ def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors: int) -> None:
 
 
 def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -> None:
-    """Its frame is filled with what comes next, and then no header can be read."""
+    """Later bytes fill its frame, so the next header cannot be read."""
 
     def short(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         worker.send(identity, frame(fetch), GOOD[:-1])
@@ -181,7 +181,7 @@ def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -
 
 
 class RudeWorker(ScriptedWorker):
-    """Answers the first hello with something else."""
+    """A worker that answers the first hello with another message."""
 
     def __init__(self, *answer: bytes) -> None:
         self._answer = answer
@@ -223,7 +223,8 @@ def test_a_silent_worker_is_lost() -> None:
 
 
 def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -> None:
-    """One with less time ends at its deadline; what is asked for meanwhile fails at once."""
+    """A fetch with less time ends at its deadline. A fetch that is requested meanwhile fails at
+    once."""
     pages = pages_of(256)
     tree = new_tree()
     with (
@@ -260,7 +261,7 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -
 
 
 def test_a_stopped_worker_is_lost_and_found() -> None:
-    """SIGSTOP keeps the connection open: only the heartbeat can tell."""
+    """SIGSTOP keeps the connection open, so only the heartbeat shows the loss."""
     pages = pages_of(64)
     tree, config = new_tree(), msgspec.structs.replace(FAST, silence_s=SILENCE_S)
     with worker_process(64, 1e9) as (process, address), peer_of(address, tree, config) as peer:
@@ -283,13 +284,13 @@ def test_a_peer_keeps_the_deadline_although_nobody_waits() -> None:
 
 
 def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next() -> None:
-    """This holds until its bytes have come, or until the worker says that no more will come."""
+    """This holds until its bytes have arrived, or until the worker says that no more will come."""
     part, orders = FAST.frame_bytes, queue.SimpleQueue[Frame | wire.Ended | None]()
     pages = pages_of(256)
     sizes = [256 * PAGE_BYTES] * len(STEPS)
 
     def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        """Send the first fetch whole, and of the second what the test orders."""
+        """Send the first fetch whole. Of the second fetch, send what the test orders."""
         for offset in range(0, sum(sizes) if fetch.id == 1 else 0, part):
             payload = bytes(part)
             worker.send(identity, frame(fetch, payload, offset=offset), payload)
@@ -336,12 +337,12 @@ def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next() -> None:
 
 
 def test_part_of_a_frame_is_measured_if_its_reader_left_before_the_rest() -> None:
-    """A user who stops two requests in a row makes no link look slow."""
+    """If a user stops two requests in a row, the link does not look slow."""
     quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
     now, pages, half = [1000.0], pages_of(1024), bytes(512 * PAGE_BYTES)
 
     def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        """Half a frame, behind the other half of the one before."""
+        """Send half of a frame, after the other half of the frame before."""
         worker.send_raw(identity, half if fetch.id > 1 else b"")
         worker.send(identity, frame(fetch, 2 * half), half)
 

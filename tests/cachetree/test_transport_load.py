@@ -48,7 +48,7 @@ NUM_BYTES = 4 * 256 * PAGE_BYTES
 
 
 def counting(worker: Worker) -> Counter[str]:
-    """Payload bytes sent to each peer while both have something to come."""
+    """Return the payload bytes that each peer got while bytes for both were waiting."""
     total: Counter[str] = Counter()
     sent: Counter[str] = Counter()
 
@@ -71,7 +71,7 @@ def counting(worker: Worker) -> Counter[str]:
 
 @pytest.mark.parametrize("frame_bytes", [64 << 10, 4096])
 def test_two_receivers_get_equal_shares_also_with_other_frames(frame_bytes: int) -> None:
-    """The cap keeps both connections free, so that the worker alone decides who is next."""
+    """The cap keeps both connections free, so only the worker decides which peer is next."""
     other = msgspec.structs.replace(FAST, frame_bytes=frame_bytes)
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=10e6) as worker,
@@ -95,12 +95,12 @@ def test_two_receivers_get_equal_shares_also_with_other_frames(frame_bytes: int)
 NUM_LARGE = 4096
 LARGE_BYTES = 4 * NUM_LARGE * PAGE_BYTES
 SLACK_BYTES = 8 << 20
-"""Bytes for an allocator and the sessions: an eighth of the bytes that a slow receiver does not
-get."""
+"""Bytes allowed for an allocator and the sessions: an eighth of the bytes that a slow receiver does
+not get."""
 
 
 class MeteredWorker:
-    """A worker process that tells its memory."""
+    """A worker process that reports its memory."""
 
     def __init__(self, process: Popen[str]) -> None:
         self._process = process
@@ -147,7 +147,8 @@ def test_a_slow_receiver_takes_no_memory(fault: Fault) -> None:
 
 
 def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
-    """Whatever was dropped, the view is right whenever it is whole, and whole in the end."""
+    """Whatever was dropped, the view is right whenever it is complete, and it becomes complete in
+    the end."""
     source, tree = new_tree(PAGES[:1]), new_tree()
     advertiser = Advertiser(source, max_pending=3, wake=lambda: None, clock=time.monotonic)
     view = RemoteView(tree, Location("tcp://worker:1"))
@@ -226,7 +227,7 @@ def is_connected(one: socket.socket) -> bool:
 
 
 def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel() -> None:
-    """Its connection to ask, and that of its session."""
+    """Two connections end: the one for questions, and the one of its session."""
     with worker_of(new_tree(), silence_s=6.0) as worker, RawPeer(worker.address) as peer:
         ports = [int(worker.address.rpartition(":")[2]), peer.channel._socket.getpeername()[1]]
         accepted = {
@@ -245,7 +246,7 @@ def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel() -> Non
 
 
 def test_messages_that_nobody_reads_are_few() -> None:
-    """The kernel takes some MiB of them besides; then the connection is over."""
+    """The kernel takes some MiB of them in addition. After that the connection ends."""
     message = bytes(64 << 10)
     near, far = socket.socketpair()
     near.setblocking(False)

@@ -49,7 +49,7 @@ PAGES = pages_of(256)
 
 
 def refused(peer: Peer, worker: Worker | None = None) -> str:
-    """The error of a peer that gets nothing, and that says so at once."""
+    """Return the error of a peer that gets nothing, and that reports this at once."""
     assert not peer.wait_ready(5)
     assert peer.state is PeerState.UNTRUSTED
     assert isinstance(peer.error, AuthenticationError)
@@ -77,7 +77,7 @@ def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
 
 @pytest.mark.parametrize("frame_bytes", [1 << 20, 4 << 20])
 def test_frames_of_the_largest_size_come_through(us, friend, frame_bytes):
-    """Encryption makes a message longer, and its cap does not cut it off."""
+    """Encryption makes a message longer, and the limit on its size still lets it pass."""
     pages = pages_of(4096)
     config = PeerConfig(
         server_key=us.pair.public, key_file=friend.key_file, frame_bytes=frame_bytes
@@ -183,7 +183,7 @@ ZMTP_3_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
 
 @pytest.mark.parametrize("greeting", [ZMTP_1, ZMTP_2, ZMTP_3_NULL, b"GET / HTTP/1.1\r\n\r\n"])
 def test_nothing_is_decoded_before_a_peer_has_proved_itself(us, friend, greeting):
-    """Garbage of someone unknown is never looked at; the same of a friend is counted."""
+    """Garbage from an unknown sender is never decoded. The same bytes from a friend are counted."""
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         for _ in range(5):
             with raw_plain(worker.address) as raw:
@@ -270,7 +270,7 @@ def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us: Party, friend: P
 def silent(
     worker: Worker, num: int, stack: ExitStack, host: str = "127.0.0.1"
 ) -> list[socket.socket]:
-    """Connections from `host` that say nothing."""
+    """Open connections from `host` that send nothing."""
     at = ("127.0.0.1", int(worker.address.rsplit(":", 1)[1]))
     return [
         stack.enter_context(socket.create_connection(at, source_address=(host, 0)))
@@ -279,7 +279,7 @@ def silent(
 
 
 def num_open(connections: list[socket.socket]) -> int:
-    """How many the other side has not ended. It sends a greeting at most."""
+    """Return how many connections the other side has not ended. At most it sends a greeting."""
 
     def is_open(connection: socket.socket) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""The tree in one situation per test: its pages, holders and changes."""
+"""The tree, in one situation per test: its pages, their holders, and its changes."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_wrong_advert_hides_nothing_that_is_stored_and_leased() -> None:
 
 
 def test_peer_has_a_bounded_number_of_models() -> None:
-    """All of which a match looks at, if they have one page."""
+    """A match looks at all models, if each of them has one page."""
     tree = make_tree()
     tree.remote.limit(FAR, 1000, max_models=4)
     models = [ModelId(f"{number}") for number in range(10)]
@@ -430,7 +430,7 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
 
 
 def test_a_match_copies_no_hashes() -> None:
-    """Blocks as large as a prompt's hashes come from the heap at a price that has no bound."""
+    """Blocks as large as a prompt's hashes come from the heap, which may take any time."""
     tree = make_tree(3000)
     pages = [PageHash(i.to_bytes(16, "big")) for i in range(2000)]
     reservation = tree.reserve(A, None, pages)

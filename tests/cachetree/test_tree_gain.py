@@ -1,4 +1,4 @@
-"""Pages that are here gain E: it comes to its KV as an entry of its own, and goes before it."""
+"""Pages in memory gain E. E is an entry of its own beside its KV, and leaves before it."""
 
 from __future__ import annotations
 

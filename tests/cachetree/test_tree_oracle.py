@@ -1,4 +1,5 @@
-"""The tree against the oracle: long random walks, and hypothesis, which shrinks what it finds."""
+"""The tree compared with the oracle, on long random walks and by hypothesis, which shrinks a
+failing case."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ indices = st.integers(0, SHALLOW)
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """The same operations under hypothesis, which shrinks what it finds to a few steps."""
+    """The same operations under hypothesis, which shrinks a failing case to a few steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.mirror.check()
 
     def teardown(self) -> None:
-        """Whatever happened, all bytes come back."""
+        """Check that all bytes are given back, whatever has happened."""
         for reservation in self.mirror.reservations:
             reservation.handle.release()
         for lease in self.mirror.leases:

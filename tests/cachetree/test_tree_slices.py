@@ -1,4 +1,4 @@
-"""Long work on a tree is done in slices, between which others have the lock."""
+"""Long work on a tree is done in slices. Between slices, other threads get the lock."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from cachetree.tree.slices import SLICE
 from cachetree.tree.tree import CacheTree
 
 MOST_CALLS = 40 * SLICE
-"""Python functions called while the lock is held once, 40 for each node looked at."""
+"""Most Python functions that are called while the lock is held once: 40 for each visited node."""
 
 
 class CountingLock:
-    """Counts the functions that are called while it is held."""
+    """A lock that counts the functions that are called while it is held."""
 
     def __init__(self) -> None:
         self.num_calls: list[int] = []
@@ -58,7 +58,7 @@ class CountingLock:
 
 
 def counted(tree: CacheTree) -> CountingLock:
-    """Its lock from now on."""
+    """Replace the tree's lock by one that counts, and return it."""
     lock = CountingLock()
     for part in (tree, tree.remote):
         part._lock = lock  # type: ignore[misc, assignment]
@@ -66,7 +66,7 @@ def counted(tree: CacheTree) -> CountingLock:
 
 
 def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
-    """So many prompts, each a node of its own below one that all share."""
+    """Store so many prompts. Each has a node of its own, below one node that all share."""
     for number in range(num):
         text = f"s{chr(1000 + number)}t"
         if location == LOCAL:
@@ -115,7 +115,7 @@ def test_work_under_one_hold_of_the_lock_is_bounded(work: Callable[[CacheTree], 
 
 
 class BusyLock(CountingLock):
-    """Lets others do something each time that it was held."""
+    """A lock that calls a function each time after it was held."""
 
     def __init__(self, others: Callable[[], object]) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def reach(
 
 
 def test_snapshot_and_later_changes_add_up_to_the_tree() -> None:
-    """Asked for piece by piece while entries come and go."""
+    """The test reads the snapshot piece by piece, while entries are added and removed."""
     for seed in range(20):
         rng = random.Random(seed)
         tree = CacheTree(FAMILY, host_bytes=120 * PAGE, clock=FakeTime())

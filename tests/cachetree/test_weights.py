@@ -1,4 +1,5 @@
-"""Tensors that an update replaces: the model after it is the checkpoint that has the same ones."""
+"""Tensors that an update replaces. After the update, the model is the checkpoint with the same
+tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Messages, sizes, addresses, settings and rates: everything of the transport without a socket."""
+"""Messages, sizes, addresses, settings and rates: all parts of the transport that need no
+socket."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_headers_are_capped_both_ways() -> None:
 
 
 def lists_without_a_cap(of: inspect.Type, path: str) -> Iterator[str]:
-    """Fields of a message by which one side could make the other allocate without a limit."""
+    """Return the fields of a message by which one side could make the other side allocate without a
+    limit."""
     match of:
         case inspect.UnionType(types=types):
             for each in types:
@@ -241,7 +243,7 @@ def test_good_addresses() -> None:
     [(["fd00::3"], "fd00::3"), (["fd00::3", "10.0.0.3", "10.0.0.2"], "10.0.0.3")],
 )
 def test_a_name_may_have_an_ipv6_address_alone(hosts, first, monkeypatch):
-    """One that has both may listen at the other alone."""
+    """A host that has both may listen only at the other."""
 
     def look_up(name: str, port: int, family: int, kind: int) -> list[tuple[object, ...]]:
         every = [(socket.AF_INET6 if ":" in it else socket.AF_INET, it) for it in hosts]
@@ -332,7 +334,7 @@ def test_a_link_that_is_avoided_is_tried_again_in_the_end() -> None:
 
 @pytest.mark.parametrize("trip_s", [0.0, 0.0004, 0.05])
 def test_a_round_trip_is_told_from_the_rate(trip_s: float) -> None:
-    """Though one fetch in ten is held up, and each is some per cent off."""
+    """This works although one fetch in ten is delayed, and each is some per cent off."""
     random, mb = Random(1), 1 << 20
     bandwidth = Bandwidth(FakeTime())
     for turn in range(60):
@@ -353,7 +355,8 @@ def test_one_length_of_fetches_tells_no_round_trip() -> None:
 
 @pytest.mark.parametrize("num_short", [0, 1, 3])
 def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: int) -> None:
-    """Also when the short ones that were sampled before it are no longer kept, and it is."""
+    """It also works if the short fetches that were sampled before are no longer stored, and the
+    stalled one is."""
     bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
     for num_mb in [100] * 14 + [1] * num_short:
         bandwidth.note(num_mb * mb, 0.0005 + num_mb * 0.001, None)
@@ -366,8 +369,8 @@ def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: i
 
 @pytest.mark.parametrize(("trip_s", "mb_s"), [(0.05, 1000), (0.0005, 5)])
 def test_fetches_given_up_before_anything_was_due_say_nothing(trip_s: float, mb_s: int) -> None:
-    """The worker is far away, or slow. Later it is assumed to have recovered: then bytes are
-    due."""
+    """The worker may be far away, or slow. Later it is assumed to have recovered; from then on,
+    bytes are due."""
     clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
     for num_mb in (1, 100, 1, 100):

@@ -54,7 +54,7 @@ SIZE = 16 * PAGE_BYTES
 
 @pytest.fixture
 def raw() -> Iterator[Callable[[Location], zmq.Socket[bytes]]]:
-    """Plain DEALER sockets, for peers that misbehave."""
+    """Make plain DEALER sockets, for peers that misbehave."""
     context = zmq.Context()
     sockets: list[zmq.Socket[bytes]] = []
 
@@ -209,7 +209,7 @@ def test_large_eviction_does_not_keep_others_waiting(raw):
 
 
 def test_locations_that_are_never_released_are_bounded() -> None:
-    """Its pages are held, though all of it was sent."""
+    """The fetch's pages stay held, although all of it was sent."""
     with (
         contextlib.closing(Arena(HOST_BYTES)) as arena,
         worker_of(new_tree(PAGES, memory=arena), max_streams=2) as worker,
@@ -247,7 +247,8 @@ def settled(number: Callable[[], int]) -> int:
 
 
 def test_queued_frames_of_a_cancelled_fetch_are_not_sent() -> None:
-    """Only the bytes that the kernel has, and the batch that is being sent, still go out."""
+    """Only two parts are still sent: bytes that the kernel has, and the batch that is being
+    sent."""
     pages = pages_of(4096)
     fetch = a_fetch(pages=join_hashes(pages), timeout_ms=60_000)
     with worker_of(new_tree(pages)) as worker, RawPeer(worker.address) as peer:
@@ -262,7 +263,7 @@ def test_queued_frames_of_a_cancelled_fetch_are_not_sent() -> None:
 
 
 def test_a_worker_keeps_the_deadline_by_itself() -> None:
-    """This peer does not cancel."""
+    """The peer in this test does not cancel."""
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker,
         RawPeer(worker.address) as peer,
@@ -298,7 +299,8 @@ def test_greedy_receiver_leaves_places_for_others() -> None:
         greedy, second, third = (stack.enter_context(RawPeer(worker.address)) for _ in range(3))
 
         def num_served(peer: RawPeer, num_asked: int = 16) -> int:
-            """How many fetches it holds, each located and never let go of."""
+            """Return how many fetches the worker serves to a peer, each by located memory that the
+            peer never releases."""
             fetch = a_fetch(reads_arena=True, steps=(("kv", 0),))
             answers = [
                 peer.ask(msgspec.structs.replace(fetch, id=1 + id)) for id in range(num_asked)
@@ -365,7 +367,7 @@ def test_streams_come_and_go_while_another_thread_counts_them() -> None:
 
     @dataclass(eq=False)
     class Seen:
-        """Another comes as one looks at it."""
+        """A stream that adds another stream while the scheduler looks at it."""
 
         has_another: bool
         served_bytes = 0

@@ -1,4 +1,4 @@
-"""Files that operators write: what they say, or which of them is wrong and where."""
+"""Files that operators write: their content, and errors that name the file and the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches, wherever entries are, and what holds of every tier below memory."""
+"""Fetches from any location, and properties of every tier below memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def num_at(cache: Cache, pages: Sequence[PageHash], location: Location = DISK) -
 
 
 def num_e_at(cache: Cache, pages: Sequence[PageHash], location: Location = DISK) -> int:
-    """Number of leading pages of which the location has KV and E."""
+    """Return how many leading pages the location has with KV and E."""
     matches = [it for it in cache.match(pages) if it.location == location]
     return sum(it.e_pages.get(E_LAYER, 0) for it in matches)
 
@@ -55,7 +55,7 @@ def store_and_wait(cache: Cache, pages: Sequence[PageHash], location: Location =
 
 
 def plan_of(location: Location, pages: Span) -> Plan:
-    """E of one layer, and KV of the three others."""
+    """Return a plan that fetches E of one layer, and KV of the three other layers."""
     return Plan(
         sender=MODEL,
         receiver=ModelId("receiver"),
@@ -69,7 +69,7 @@ def plan_of(location: Location, pages: Span) -> Plan:
 def fetch(
     cache: Cache, location: Location, pages: Sequence[PageHash], span: Span, seconds: float = 10
 ) -> None:
-    """Raises what ended the fetch."""
+    """Fetch pages. Raises the error that ended the fetch."""
     staging = cache.fetch(plan_of(location, span), pages, Deadline.after(seconds))
     with staging:
         check_content(staging, pages[span.start : span.stop])
@@ -78,8 +78,8 @@ def fetch(
 def fetch_too_late(
     cache: Cache, plan: Plan, pages: Sequence[PageHash], *, is_given_up: bool
 ) -> None:
-    """A fetch of which a step takes longer than its deadline, or than its reader waits, shows that
-    it comes from somewhere slow."""
+    """Run a fetch that comes from a slow place: one of its steps takes longer than its deadline
+    allows, or than its reader waits."""
     staging = cache.fetch(plan, pages, Deadline.after(0.1))
     assert staging is not None
     with staging:

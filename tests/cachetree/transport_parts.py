@@ -72,7 +72,7 @@ FAST = PeerConfig(
 )
 HOST_BYTES = 256 << 20
 ONCE = msgspec.structs.replace(FAST, max_retries=0)
-"""Gives up a fetch at its first error."""
+"""Settings with which a fetch is given up at its first error."""
 SILENCE_S = 0.5
 """Seconds of silence that count as a fault, in tests of silence. A busy machine may be silent for
 as long."""
@@ -144,7 +144,7 @@ def new_tree(
 
 
 class RecordingStaging(Staging):
-    """Remembers the order of writes."""
+    """Staging that remembers the order of writes."""
 
     def __init__(self, sizes: dict[Step, int], deadline: Deadline) -> None:
         super().__init__(sizes, deadline)
@@ -168,7 +168,7 @@ def wait_all(staging: Staging) -> None:
 
 
 def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
-    """All of it comes, and is right."""
+    """Check that all content arrives, and is right."""
     wait_all(staging)
     for step in staging.steps:
         expected = b"".join(content(page, step) for page in pages)
@@ -178,14 +178,14 @@ def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
 def begun(
     peer: Peer, pages: Sequence[PageHash], seconds: float = 10.0, steps: Sequence[Step] = STEPS
 ) -> RecordingStaging:
-    """A fetch of them."""
+    """Begin a fetch of these pages."""
     staging = new_staging(len(pages), seconds, steps)
     peer.fetch(MODEL, pages, staging)
     return staging
 
 
 def fetch_all(peer: Peer, pages: Sequence[PageHash]) -> Staging:
-    """Every step of them, which have to be right."""
+    """Fetch every step of these pages, and check the content."""
     staging = begun(peer, pages)
     check_content(staging, pages)
     return staging
@@ -250,7 +250,7 @@ def data_connection(hello: wire.ToPeer) -> Channel:
 
 
 def flushed(channel: Channel) -> None:
-    """Send all of it, to a receiver that reads."""
+    """Send everything that is queued, to a receiver that reads."""
     send_queue = channel.send_queue
     eventually(lambda: send_queue.has_written(send_queue.queued_bytes))
 
@@ -258,7 +258,7 @@ def flushed(channel: Channel) -> None:
 def ask_status(
     address: Location | str, *, timeout_s: float, credentials: Credentials | None = None
 ) -> verbs.Status:
-    """Status of a worker, from the worker."""
+    """Ask a worker for its status."""
     asked = verbs.StatusRequest()
     return ask(address, asked, verbs.Status, timeout_s=timeout_s, credentials=credentials)
 
@@ -268,7 +268,7 @@ def unheard(*_: object) -> None:
 
 
 def nobody(frame: Frame) -> None:
-    """Takes it."""
+    """Discard the payload of a frame, which has no receiver."""
 
 
 class RawPeer:
@@ -283,7 +283,7 @@ class RawPeer:
         assert self.socket.poll(20_000), "no answer"
         self.channel = data_connection(wire.decode_to_peer(memoryview(self.socket.recv())))
         self.frames: list[Frame] = []
-        """Frames that came, in order."""
+        """Frames that arrived, in order."""
         self._payloads: list[memoryview] = []
         self._buffer = memoryview(b"")
         self._messages: deque[wire.ToPeer] = deque()
@@ -296,7 +296,7 @@ class RawPeer:
         flushed(self.channel)
 
     def hear(self) -> None:
-        """Take what has come."""
+        """Read everything that has arrived."""
         for header in self.channel.receive(lambda frame: self):
             message = wire.decode_to_peer(header)
             if not isinstance(message, wire.Reset | wire.Entries | wire.Synced):
@@ -316,7 +316,7 @@ class RawPeer:
         return self.receive()
 
     def fetched(self, num_bytes: int) -> bytes:
-        """The payloads of so many bytes that come next, in the order in which they come."""
+        """Return the payloads of the next `num_bytes` bytes, in the order in which they arrive."""
 
         def has_come() -> bool:
             self.hear()
@@ -350,9 +350,9 @@ class RawPeer:
 
 
 class ScriptedWorker:
-    """Greets, sends an empty snapshot, and hands each fetch to `script`.
+    """A worker that greets, sends an empty snapshot, and passes each fetch to `script`.
 
-    `script(self, identity, fetch)` sends whatever a broken worker would.
+    `script(self, identity, fetch)` sends the messages that a broken worker would send.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class ScriptedWorker:
         self._thread.start()
 
     def send(self, identity: bytes, message: wire.ToPeer | Frame | bytes, *payload: bytes) -> None:
-        """Over the data connection once there is one."""
+        """Send a message: over the data connection once there is one, before that over ZMQ."""
         if isinstance(message, Frame):
             self.channels[identity].put(message, [memoryview(b"".join(payload))])
             flushed(self.channels[identity])
@@ -401,10 +401,11 @@ class ScriptedWorker:
             self.socket.send_multipart([identity, header, *payload])
 
     def turn(self) -> None:
-        """Called again and again by the worker's thread: for those that send of themselves."""
+        """Do nothing. The worker's thread calls this again and again; subclasses send messages
+        here."""
 
     def send_raw(self, identity: bytes, raw: bytes) -> None:
-        """Over the data connection, whatever it is."""
+        """Send raw bytes over the data connection."""
         self.channels[identity].send_queue.put_raw(raw)
         flushed(self.channels[identity])
 

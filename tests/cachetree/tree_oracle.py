@@ -43,16 +43,16 @@ from cachetree.tree.tree import CacheTree
 NAMES = ("base", "adapter")
 LOCATIONS = (Location("tcp://far:1"), Location("tcp://farther:1"))
 LIAR = Location("tcp://liar:1")
-"""Advertises pages where they cannot be; what is said of it in a match is not looked at."""
+"""A location that advertises pages at wrong places. What a match says about it is not checked."""
 PARTS = (KV, KV, Part(0), Part(2))
 ALPHABETS = ("abc", "ABC")
-"""One per tenant."""
+"""Letters of prompts, one alphabet for each tenant."""
 SALTS = (b"", b"salt of the second tenant".ljust(32))
 
 
 @functools.cache
 def path(text: str) -> list[PageHash]:
-    """The hashes of the pages of `text`; one letter each."""
+    """Return the hashes of the pages of `text`. Each letter is a page."""
     tenant = int(text[:1].isupper())
     return page_hashes([ALPHABETS[tenant].index(it) for it in text], 1, SALTS[tenant])
 
@@ -125,7 +125,8 @@ class Mirror(Oracle):
     # Operations.
 
     def load(self, name: str) -> None:
-        """Load a model, or another one under the same name: what the first had is not its own."""
+        """Load a model under a name. If the name is loaded again, it is another model, which does
+        not own the first one's pages."""
         self.num_operations += 1
         self.loaded[name] = ModelId(f"{name}, loaded as number {self.num_operations}")
 
@@ -342,7 +343,8 @@ class Mirror(Oracle):
                 assert b"".join(lease.handle.views(step)) == content(model, hashes, step)
 
     def on_change(self, change: Change) -> None:
-        """Additions are checked by `commit`; a removal must be the entry that had to go."""
+        """Check a removal: it must be the entry that had to be evicted. `commit` checks
+        additions."""
         if change.added:
             self.added.append(change)
             return

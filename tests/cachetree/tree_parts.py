@@ -42,7 +42,7 @@ class FakeTime:
 
 
 def path(text: str) -> list[PageHash]:
-    """One page per character; its hash covers the characters before it."""
+    """Return one page hash per character. Each hash covers the characters before it."""
     return [
         PageHash(hashlib.sha256(text[: i + 1].encode()).digest()[:16]) for i in range(len(text))
     ]
@@ -57,8 +57,8 @@ def content(model: ModelId, pages: Sequence[PageHash], step: Step) -> bytes:
 def store(
     tree: CacheTree, model: ModelId, text: str, start: int = 0, e_layers: Collection[int] = ()
 ) -> tuple[PageHash, ...]:
-    """Reserve, fill and commit KV and E of the pages of `text` from page `start` on; returns those
-    that are new of the last part."""
+    """Reserve, fill and commit KV and E of the pages of `text` from page `start` on. Return the new
+    pages of the last part."""
     pages, new = path(text), tuple[PageHash, ...]()
     parent = pages[start - 1] if start else None
     for part in (KV_PART, *map(Part, e_layers)):
@@ -95,7 +95,7 @@ def leased(tree: CacheTree, model: ModelId, text: str, *e_layers: int) -> Lease:
 
 
 def has_content(lease: Lease, model: ModelId, text: str, e_layers: Collection[int] = ()) -> bool:
-    """Whether the pages of `text` are what the lease reads, with E at these layers."""
+    """Whether the lease reads the right content of the pages of `text`, with E at these layers."""
     return all(
         b"".join(lease.views(step)) == content(model, path(text), step)
         for part in (KV_PART, *map(Part, e_layers))

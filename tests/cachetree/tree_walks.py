@@ -26,7 +26,7 @@ FAMILIES = (FAMILY, msgspec.structs.replace(FAMILY, tokenizer="another"))
 
 
 def some_text(rng: random.Random, longest: int, earlier: str) -> str:
-    """Now and then a text that begins as the one before it."""
+    """Draw a text. Sometimes it begins like the text before it."""
     alphabet = rng.choice(ALPHABETS)
     head = ""
     if earlier and rng.random() < 0.7:
@@ -78,7 +78,8 @@ def one_random_operation(mirror: Mirror, rng: random.Random, text: str) -> None:
 
 
 def one_random_lie(mirror: Mirror, rng: random.Random, key: Key, text: str) -> None:
-    """Pages of one text and then of another, or in another order, at the root or elsewhere."""
+    """Advertise pages of one text, then of another or in another order, at the root or at another
+    place."""
     others = [page for _, page in mirror.local] or [text]
     num_other = rng.randrange(len(text))
     pages = prefixes(rng.choice(others)[:num_other], 0) + prefixes(text, num_other)
@@ -89,12 +90,12 @@ def one_random_lie(mirror: Mirror, rng: random.Random, key: Key, text: str) -> N
 
 
 def retention_of(seed: int) -> Retention:
-    """Every second time entries grow old."""
+    """Return settings in which entries expire, for every second seed."""
     return Retention(ttl_s=4.0 if seed % 2 else None)
 
 
 def random_walk(seed: int, num_operations: int, longest: int, retention: Retention) -> int:
-    """Random operations on two families at once; returns how many entries were evicted."""
+    """Run random operations on two families at once. Return how many entries were evicted."""
     rng = random.Random(seed)
     budget = (9 + longest) * PAGE
     mirrors = [Mirror(family, budget, retention=retention) for family in FAMILIES]

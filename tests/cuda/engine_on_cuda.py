@@ -69,7 +69,7 @@ CHUNK = 48
 """Tokens of one prefill, so that what is recomputed is cut, too."""
 PEER = ModelId("peer")
 MAP = "map"
-"""Digest of the only map: E and half of E, and a bias."""
+"""Digest of the only map. It computes one and a half times E, plus a bias."""
 
 
 def fork(function: Callable[[], T], kind: type[T]) -> T:
@@ -98,7 +98,7 @@ def fork(function: Callable[[], T], kind: type[T]) -> T:
 
 
 def load(model: Path, dtype: str = "float32", **options: Any) -> Any:
-    """SGLang's model runner, on the host; in a fork."""
+    """Make SGLang's model runner on the host. Call it in a fork."""
     from sglang.srt.distributed import bootstrap
     from sglang.srt.plugins import load_plugins
 
@@ -134,7 +134,7 @@ def load(model: Path, dtype: str = "float32", **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """One request of a batch; its first tokens are there, or about to be loaded."""
+    """One request of a batch. Its first tokens are on the device, or about to be loaded."""
 
     tokens: Sequence[int]
     slots: torch.Tensor
@@ -208,7 +208,7 @@ class Engine:
     # What SGLang's scheduler does.
 
     def slots(self, first: int, num: int) -> torch.Tensor:
-        """Slots of whole pages, as the scheduler's thread hands them out."""
+        """Return slots of whole pages, as the scheduler's thread hands them out."""
         return torch.arange(first, first + num, device="cuda")
 
     def batch(self, *parts: Part, index: int = -1) -> Any:
@@ -297,7 +297,8 @@ class Engine:
         return [req.customized_info["droidspeak"][0]["outcome"] for req in batch.reqs]
 
     def differences(self, slots: torch.Tensor, expected: Sequence[torch.Tensor]) -> list[float]:
-        """Per layer, how far the KV in these slots is from `[tokens, (K, V), heads, head_dim]`."""
+        """Return, for each layer, how far the KV in these slots is from `[tokens, (K, V), heads,
+        head_dim]`."""
         torch.cuda.synchronize()
         pool, distances = self.runner.token_to_kv_pool, []
         for layer, kv in enumerate(expected):
@@ -480,13 +481,15 @@ def plain_attention(runner: Any) -> Any:
         def __init__(self) -> None:
             self.fails = False
             self.runs: list[list[int]] = []
-            """For each layer that ran on it, the number of tokens before each prompt's new ones."""
+            """Number of tokens before each prompt's new tokens, for each layer that ran on this
+            backend."""
             self.token_to_kv_pool = runner.token_to_kv_pool
             self.req_to_token_pool = runner.req_to_token_pool
             self.indptr = torch.zeros(NUM_SLOTS, dtype=torch.int64, device="cuda")
 
         def init_forward_metadata(self, batch: ForwardBatch) -> None:
-            """Write into the metadata that was made with it, as FlashInfer's backend does."""
+            """Write into the metadata that SGLang made with this backend, as FlashInfer's backend
+            does."""
             self.indptr[1 : batch.batch_size + 1] = batch.seq_lens.cumsum(0)
 
         def forward_extend(

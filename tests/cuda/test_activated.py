@@ -1,4 +1,4 @@
-"""SGLang gets the places from which an activated adapter acts in a batch, on a device."""
+"""The places from which an activated adapter acts in a batch, as SGLang gets them on a device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_invocation_is_found_where_it_comes_last(num_tokens: int, seed: int) 
 
 @pytest.mark.parametrize("filled_with", [5, 7])
 def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: int) -> None:
-    """This holds too if a user fills the prompt with an invocation's first token."""
+    """This also holds if a user fills the prompt with an invocation's first token."""
     tokens = array("q", [filled_with]) * 1_000_000
     begun_s = time.process_time()
     assert last_of((7, 8, 9), tokens) is None
@@ -68,8 +68,8 @@ def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: in
 
 @pytest.mark.parametrize("num_answered", [0, 10])
 def test_what_never_invokes_it_is_the_bases_and_so_is_the_guards_exact_run(activated, num_answered):
-    """The guard's exact run has the answer in its input, with tokens that would have invoked the
-    adapter, and makes none."""
+    """The guard's exact run has the answer in its input. The answer's tokens would invoke the
+    adapter, but they do not."""
     req = unsent([5] * NUM_TOKENS + [7] * num_answered, "judge", "tenant", None)
     req.sampling_params.max_new_tokens = 10 - num_answered
     req.sampling_params.custom_params = {ANSWERED: num_answered}
@@ -124,7 +124,7 @@ def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(cuda, activa
 
 
 def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(cuda, activated):
-    """Such a question changes nothing, even with the id of a running request."""
+    """Nothing changes, even if such a question has the id of a running request."""
     user, batch = request(), prefill()
     batch.rids = [user.rid]
     activated.meet(user)
@@ -139,7 +139,7 @@ def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated
 
 
 def test_another_adapters_request_of_the_same_id_is_not_touched(cuda, activated):
-    """The first one has answered, and is in the batch under way yet."""
+    """The first request has been answered, and is still in the running batch."""
     other, batch = request("plain"), prefill()
     other.rid = RID
     activated.meet(other)

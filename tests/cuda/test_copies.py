@@ -32,7 +32,7 @@ class Source:
         self.staging = SimpleNamespace(num_bytes=4 * WIDTH, is_complete=True)
 
     def wait(self, _step: object) -> None:
-        """It is there."""
+        """Return at once: the row is there."""
 
     def copy(self, _layer: int, _at: Span, slots: torch.Tensor) -> int:
         row = torch.frombuffer(self.memory, dtype=torch.float32).to("cuda", non_blocking=True)
@@ -52,7 +52,7 @@ def cuda() -> Iterator[VirtualCuda]:
 
 
 def copied(cuda: VirtualCuda, *sources: Source) -> Loader:
-    """A loader that has just ended a batch of them."""
+    """Return a loader that has just ended a batch of these sources."""
     loader = Loader(NUM_LAYERS, Copies(None, "cuda"))
     slots = torch.tensor([2], device="cuda")
     at: Any = Span(0, 1)

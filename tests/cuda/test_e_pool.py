@@ -1,5 +1,5 @@
-"""E per slot on a device: what is written inside a CUDA graph can be captured, and what is written
-around a forward does not make the host wait."""
+"""E per slot on a device. Writes inside a CUDA graph can be captured, and writes around a forward
+do not make the host wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cuda():
 
 
 class Stack:
-    """Tells callbacks of E as a model's layers do."""
+    """A stack of layers that passes E to callbacks."""
 
     def __init__(self) -> None:
         self.callbacks: dict[int, list] = {}

@@ -1,4 +1,4 @@
-"""E that arrives encoded is decoded on the device, and no thread waits for that."""
+"""Encoded E is decoded on the device, and no thread waits for it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_ranks_columns_of_e_need_not_be_whole_heads() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
 def test_two_streams_may_encode_and_decode(codec: Codec) -> None:
-    """The first of an offload and the first of a load, which no fence orders."""
+    """They are the first of an offload and the first of a load, which no fence orders."""
     values = torch.randn(4, HEAD_DIM)
     with VirtualCuda() as cuda:
         offloads, loads = torch.cuda.Stream(), torch.cuda.Stream()

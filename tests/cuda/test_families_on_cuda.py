@@ -43,7 +43,7 @@ TOLERANCE = 1e-4
 
 
 ALIKE = {"mistral", "phi3", "qwen2", "arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"}
-"""Their layers pass what llama's, qwen3's and mixtral's pass."""
+"""Families with layers that pass the same values as the layers of llama, qwen3 and mixtral."""
 
 
 @pytest.fixture(
@@ -104,7 +104,7 @@ def test_what_happens_on_the_device_equals_the_oracle(pair) -> None:
 def play(
     sender: Path, receiver: Path, changed: Callable[[Any], Any] = lambda runner: runner
 ) -> dict[str, float]:
-    """Return how far each result is from the right one."""
+    """Return how far each result is from the right result."""
     ids = torch.tensor([TOKENS])
     theirs = prefill(model_of(sender), ids[:, :NUM_PREFIX])
     ours = prefill(model_of(receiver), ids)

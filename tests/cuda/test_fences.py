@@ -1,8 +1,8 @@
 """No access races with another, and every fence in the product is needed for that.
 
-What a server does on its streams is played on a virtual device: on SGLang's own model and pools,
-by the product's own classes. Then once more for every fence, without it. A fence that is lost is a
-race here; one that nothing here needs, or that nothing here passes, is an error too.
+The work of a server on its streams runs on a virtual device, with SGLang's own model and pools and
+the product's own classes. Then it runs again for every fence, without this fence. A missing fence
+shows as a race. It is also an error if no scenario needs a fence, or if none passes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ORDERING = {"wait_stream", "wait_event", "synchronize", "query"}
 
 
 def older_forward(engine: Engine, slots: torch.Tensor) -> None:
-    """A forward that was launched before, and may still run, writes these slots."""
+    """Run a forward that was launched before. It may still run, and writes these slots."""
     pool = engine.runner.token_to_kv_pool
     with torch.cuda.stream(engine.forwards):
         engine.forwards.wait_stream(engine.schedule)
@@ -107,7 +107,7 @@ def a_load_from_the_pool(engine: Engine) -> None:
 
 
 def a_load_of_what_is_cached(engine: Engine) -> None:
-    """The device reads the arena itself, and nothing is staged."""
+    """Load cached pages: the device reads the arena itself, and nothing is staged."""
     pages = an_offload(engine)
     slots = engine.slots(8 * PAGE, 3 * PAGE)
     older_forward(engine, slots)
@@ -178,7 +178,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(model) -> dict[tuple[str, Line | None], Seen]:
-    """Each scenario as it is, and without each of the fences that it passes, until one needs it."""
+    """Run each scenario as it is. Then run it without each fence that it passes, until one scenario
+    needs the fence."""
     return {(it.scenario, it.dropped): it for it in fork(partial(play_all, model), list[Seen])}
 
 
@@ -223,7 +224,7 @@ def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario
 
 
 def test_a_load_with_corrected_e_takes_no_memory_of_the_device(seen) -> None:
-    """Its buffers were counted before the KV pool was sized. A batch has small tensors."""
+    """The buffers were counted before the KV pool was sized. The tensors of a batch are small."""
     loads = ("rows.py", "source.py", "load.py", "partial_prefill.py", "corrections/__init__.py")
     lines = map(str, seen["a_load_from_a_peer", None].allocations)
     assert [it for it in lines if it.partition(":")[0].endswith(loads)] == []
@@ -247,7 +248,7 @@ def forwards_before_reads(model: Path) -> list[int]:
 
 
 def test_the_end_of_a_batch_waits_for_no_full_prefill(model) -> None:
-    """SGLang asks for it as soon as the batch is launched."""
+    """SGLang asks for the end as soon as the batch is launched."""
     before, after = fork(partial(forwards_before_reads, model), list[int])
     assert before == 0 < after
 
@@ -287,7 +288,7 @@ def test_every_fence_in_the_source_is_passed(seen) -> None:
 
 
 def fences_in_source() -> Iterator[tuple[str, int]]:
-    """Calls that order streams or wait for the device; `cachetree` knows of none."""
+    """Return the calls that order streams or wait for the device. `cachetree` has no such call."""
     for path in sorted((ROOT / "sglang_droidspeak").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ORDERING:

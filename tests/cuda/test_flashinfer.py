@@ -31,7 +31,8 @@ from profiles.random_models import random_prompt, shape, write_models
 
 BLOCK = Span(1, 4)
 NUM_PREFIX = 4 * PAGE
-"""More than one forward's tokens: the second attends over what the first has written."""
+"""Number of prefix tokens, more than one forward takes: the second forward attends over the first
+one's KV."""
 TOKENS = random_prompt(NUM_PREFIX + 5, seed=1)
 BFLOAT16 = 0.02
 
@@ -112,7 +113,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, t
 
 
 def pack(runner: Any, _plan: Any, *, req_pool_indices, seq_lens, indptr, out, **_: Any) -> None:
-    """Replace SGLang's kernel: write the slots of each request, one behind the other."""
+    """Write the slots of each request one behind the other. Replaces SGLang's kernel."""
     table = runner.req_to_token_pool.req_to_token
     edges = indptr.tolist()
     pairs = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
@@ -148,7 +149,7 @@ def test_a_block_equals_the_oracle(pair) -> None:
 
 
 def play(sender: Path, receiver: Path) -> list[float]:
-    """Per layer, how far the prefix's KV is from the oracle's."""
+    """Return, for each layer, how far the prefix's KV is from the oracle's."""
     ids = torch.tensor([TOKENS[:NUM_PREFIX]])
     theirs = prefill(model_of(sender), ids)
     expected = partial_prefill(model_of(receiver), model_of(sender), ids, BLOCK)
@@ -170,7 +171,8 @@ def play(sender: Path, receiver: Path) -> list[float]:
 
 
 def test_a_plan_reads_its_lengths_back_before_it_writes_its_workspace() -> None:
-    """So the next plan's page-locked memory needs no fence of ours: the stream has got that far."""
+    """So the next plan's page-locked memory needs no fence of ours: by then, the stream has
+    finished reading it."""
     source = inspect.getsource(flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan)
     assert (
         0 < source.index('qo_indptr.to("cpu")') < source.index("_pin_memory_int_workspace_buffer")

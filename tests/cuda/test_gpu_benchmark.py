@@ -1,4 +1,5 @@
-"""`make gpu`, rehearsed: on a virtual device its parts run, and without one they say so."""
+"""A rehearsal of `make gpu`. On a virtual device its parts run; without a device they say that they
+cannot."""
 
 from __future__ import annotations
 
@@ -168,14 +169,14 @@ def test_copies_that_fill_no_slots_are_not_timed(device: VirtualCuda, way: str) 
 
 
 def test_all_parts_take_fifteen_minutes_and_the_first_takes_five() -> None:
-    """A minute each is for starts and stops, or what is left of one."""
+    """The limit has a minute for start and stop, or the time that a part leaves."""
     assert sum(it.most_s for it in gpu.PARTS.values()) <= 840
     assert [*gpu.PARTS][:5] == ["ttft", "overlap", "throughput", "lora", "oracle"]
     assert gpu.PARTS["ttft"].most_s <= 285
 
 
 def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys) -> None:
-    """Whoever lends the device may end the run before its last line."""
+    """The device may be taken away before the part's last line."""
     reported = []
     monkeypatch.setattr(gpu, "within", lambda _command, most_s, _report: {"had_s": most_s})
     assert gpu.alone(16, lambda *it: reported.append(it), "pinned", 20) == {"had_s": 20}
@@ -257,7 +258,8 @@ time.sleep(600)
 
 
 def test_what_a_part_has_started_is_stopped_with_it(tmp_path) -> None:
-    """Tests, say, which have servers to stop: the part's own end is not theirs."""
+    """Tests, for example, have servers to stop. The end of the part's process does not stop
+    them."""
     script, file = tmp_path / "part.py", tmp_path / "file"
     script.write_text(STUBBORN)
     found = within([sys.executable, "-S", str(script), str(file)], 2)
@@ -311,7 +313,7 @@ def test_outcomes_of_tests_are_told_one_by_one() -> None:
 
 
 def test_sglang_takes_the_options_of_the_servers(tmp_path, monkeypatch) -> None:
-    """From their files, where it refuses some of its own flags."""
+    """The options come from files, in which SGLang refuses some of its own flags."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "gpu")
     from test_cuda_servers import CASES
 
@@ -344,7 +346,7 @@ def test_sender_keeps_all_documents_of_the_load(tmp_path) -> None:
 
 
 class Offering:
-    """A server whose peer offers one page more at each request."""
+    """A server with a peer that offers one page more at each request."""
 
     def __init__(self, logprob_of_reuse: float) -> None:
         self.asked: Counter[Any] = Counter()
@@ -381,7 +383,7 @@ def test_reuse_with_another_answer_than_full_prefill_fails() -> None:
 
 
 class Queue:
-    """A server that answers one request after the other, in a clock of its own."""
+    """A server that answers one request after the other, by a clock of its own."""
 
     def __init__(self, service_s: dict[str, float]) -> None:
         self._service_s = service_s
@@ -474,7 +476,8 @@ def test_file_has_each_result_once_a_part_has_it(tmp_path: Path) -> None:
 
 
 def replayed(path: Path) -> dict[str, float]:
-    """How far the reference that stands for FlashInfer's kernels is from what they have told."""
+    """Return how far the stand-in for FlashInfer's kernels is from the kernels' recorded
+    results."""
     it = load_file(path)
     paged: Any = NAMES["BatchPrefillWithPagedKVCacheWrapper"](torch.empty(0), "NHD")
     paged.plan = SimpleNamespace(
@@ -492,7 +495,7 @@ def replayed(path: Path) -> dict[str, float]:
 
 
 def test_flashinfer_on_devices_told_the_same() -> None:
-    """One file for each device that it was run on."""
+    """Each device on which the kernels ran has one file."""
     for path in FIXTURES.glob("*.safetensors"):
         assert replayed(path) == pytest.approx({"out": 0.0, "lse": 0.0}, abs=BFLOAT16), path
 

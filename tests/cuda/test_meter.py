@@ -15,7 +15,7 @@ from sglang_droidspeak.cost import Meter
 
 
 def test_another_thread_is_told_and_leaves_the_device_alone(monkeypatch: Any) -> None:
-    """It is on the process's first device, which may be another server's."""
+    """The other thread is on the process's first device, which may belong to another server."""
     asking, query = [], Event.query
 
     def watched(event: Event) -> bool:

@@ -1,5 +1,4 @@
-"""The attention of recomputed layers is made at start, has run by then, and has room left for
-it."""
+"""The attention of recomputed layers is made and run at start, and memory is left for it."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Start(msgspec.Struct, frozen=True):
     is_servers_own: bool
     has_own_workspace: bool
     runs: list[list[int]]
-    """Runs before a request came."""
+    """Runs before the first request."""
     began_with_e: list[bool]
     num_made_later: int
     outcome: str

@@ -27,7 +27,8 @@ TOKENS = list(range(4, 4 + 2 * PAGE))
 
 
 def running(folder: Path) -> list[str]:
-    """Names of the threads of a server that has all kinds, while a peer reads from it."""
+    """Return the names of the threads of a server that has all kinds, while a peer reads from
+    it."""
     (model,) = write_models(folder, shape("llama", layers=2, hidden=64, heads=1, kv_heads=1), ["m"])
     runner, port = load(model), free_port()
     before = {*threading.enumerate()}
@@ -79,7 +80,7 @@ def running(folder: Path) -> list[str]:
 
 
 def named(before: set[threading.Thread]) -> list[str]:
-    """Without the addresses and numbers behind them."""
+    """Return the names of threads, without the addresses and numbers at their ends."""
     new = {*threading.enumerate()} - before
     return sorted({it.name.partition(" ")[0].removesuffix("_0") for it in new})
 

@@ -1,4 +1,4 @@
-"""The virtual device itself: what it computes, and that it finds what it is there to find."""
+"""Tests of the virtual device: its results, and the faults that it has to find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: it computes on the host, and what would go wrong is found.
+"""A simulated CUDA device: it computes on the host, and finds faults that a real device would have.
 
 Inside `VirtualCuda()`, tensors on `cuda:0` have values, streams and events exist, and three kinds
 of faults are found:
@@ -13,8 +13,8 @@ Stand-ins for SGLang's copy kernels move bytes between addresses. An address tha
 page-locked nor on the device raises `IllegalAddress`. `peak_bytes` and `allocations` show use of
 the device's memory.
 
-What the product calls to order streams, or to wait for one, is a fence, known by its line; with
-`drop` one of them does nothing, so that a test can see that it is needed.
+A call of the product that orders streams, or waits for one, is a fence. Its line identifies it.
+With `drop`, one fence does nothing, so that a test can show that it is needed.
 
 Not modelled: memory that the allocator gives away once a tensor is freed, and kernels' own errors.
 """
@@ -145,13 +145,13 @@ class VirtualCuda:
     """One device, and a context; threads that start inside it are on it, too."""
 
     drop: Line | None = None
-    """A fence that does nothing."""
+    """Fence that does nothing, if any."""
     races: list[SynchronizationError] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     fences: set[Line] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
-    """Threads, each time that one leaves a stream: torch has it on the device from before then, of
-    a new thread the process's first."""
+    """Threads that have left a stream, once for each time. Afterwards torch sets the device that
+    the thread had before: for a new thread the process's first."""
     is_capturing: bool = False
     kernels: list[str] = field(default_factory=list)
     """Copy kernels of SGLang that ran, by name."""
@@ -160,7 +160,7 @@ class VirtualCuda:
     live_bytes: int = 0
     peak_bytes: int = 0
     _alive: dict[int, int] = field(default_factory=dict)
-    """How many tensors each memory of the device has, by its address."""
+    """Number of tensors in each memory of the device, by address."""
     _sizes: dict[int, int] = field(default_factory=dict)
     _graph: Graph | None = None
     _detector: EventHandler = field(default_factory=EventHandler)
@@ -168,7 +168,7 @@ class VirtualCuda:
     _ids: Any = field(default_factory=lambda: count(1))
     _pinned: list[range] = field(default_factory=list)
     _kept: dict[int, object] = field(default_factory=dict)
-    """Memory seen so far, so that no address comes to mean something else."""
+    """Memory seen so far. It is kept alive, so that no address is used for another memory."""
     _local: threading.local = field(default_factory=threading.local)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -257,7 +257,7 @@ class VirtualCuda:
         return 0
 
     def on_host(self, reads: Any = (), writes: Any = ()) -> None:
-        """The calling thread reads and writes these buffers now."""
+        """Record that the calling thread reads and writes these buffers now."""
         keys = []
         for buffers in (reads, writes):
             of_buffers = [
@@ -288,7 +288,7 @@ class VirtualCuda:
                 self.live_bytes -= self._sizes[base]
 
     def copy_rows(self, name: str, moves: Sequence[Move], size: int, reads: Any) -> None:
-        """One kernel on the current stream, which also reads these tensors of the device."""
+        """Run one kernel on the current stream. It also reads these tensors of the device."""
         stream = self.current_stream().id
         self.join(stream, self.host_clock())
         keys: tuple[set[int], set[int]] = (set(), set())
@@ -373,7 +373,7 @@ class VirtualCuda:
 
     @property
     def _host(self) -> int:
-        """The calling thread's clock; beside those of the streams, below zero."""
+        """Number of the calling thread's clock. It is negative, unlike the numbers of streams."""
         if not hasattr(self._local, "host"):
             self._local.host = -next(self._ids)
         return self._local.host
@@ -467,7 +467,7 @@ class VirtualCuda:
 
 
 Move = tuple[tuple[int, Sequence[int]], tuple[int, Sequence[int]]]
-"""Address and offsets in bytes: of the rows that are written, and of those that are read."""
+"""Address and offsets in bytes, first of the written rows, then of the read rows."""
 
 
 class Kernels:
@@ -531,7 +531,8 @@ class Kernels:
 
 
 class _Operation:
-    """One call of an operator, on plain tensors that have the values of the device's."""
+    """One call of an operator. It runs on plain tensors that have the values of the device's
+    tensors."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
@@ -569,7 +570,7 @@ class _Operation:
         return "the host reads a result" if self.func in _WAITING and not has_size else ""
 
     def execute(self) -> list[torch.Tensor]:
-        """The tensors that are new."""
+        """Run the operation. Return the new tensors."""
         is_pinning = self.func is aten._pin_memory.default
         self.out = self.args[0].clone() if is_pinning else self.func(*self.args, **self.kwargs)
         known = {id(it) for it in (*self.here, *(it.host for it in self.there))}
@@ -589,7 +590,7 @@ class _Operation:
 
 
 def _pinned_by_hand(tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.tensor` pins where no mode sees it."""
+    """Pin memory for `torch.tensor`, which pins without any mode seeing it."""
 
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         made = tensor(*args, **kwargs)
@@ -609,7 +610,7 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _caller(what: str) -> Line | None:
-    """The line that asked for it, where that is the product's."""
+    """Return the line that made the call, if it is a line of the product."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
         frame = frame.f_back

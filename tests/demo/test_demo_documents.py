@@ -40,7 +40,7 @@ def test_only_the_first_documents_can_be_asked_about() -> None:
 
 
 def made_with(tmp_path: Path, **changes: object) -> MeasuredProfile:
-    """The small pair's profile, had it been made otherwise."""
+    """Return the small pair's profile as if it had been made with other settings."""
     content = json.loads(SMALL.profile.read_text())
     content["made"] |= changes
     path = tmp_path / "pair.json"

@@ -1,4 +1,4 @@
-"""Progress where there is a terminal, and where there is none."""
+"""Progress in a terminal, and without a terminal."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def sample(**changes) -> Sample:
 
 
 def samples(num: int = 10, **of: list[Sample]) -> dict[Condition, list[Sample]]:
-    """Samples of a demo in which all checks hold, except the named conditions."""
+    """Return the samples of a demo that passes all checks. Named conditions get other samples."""
     good = {condition: [sample()] * num for condition in Condition}
     for alone in (Condition.FULL_PREFILL, Condition.ALORA_PREFILL):
         good[alone] = [sample(provenance=NOTHING)] * num

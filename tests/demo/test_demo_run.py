@@ -33,7 +33,8 @@ OWN_PAIR = [
 
 @contextmanager
 def demo(out: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A started demo, and the value of an environment variable that all its children inherit."""
+    """Start a demo. Return it, and the value of an environment variable that all its children
+    inherit."""
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "sglang_droidspeak.cli", "demo", "--out", str(out), *flags]
     process = subprocess.Popen(
@@ -73,7 +74,8 @@ def assert_nothing_is_left(mark: str) -> None:
 
 
 def run(*args: str) -> int:
-    """The command in this process, on servers that are forks of one that has imported SGLang."""
+    """Run the command in this process, on servers that are forks of one process that has imported
+    SGLang."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(running, "ServerSpec", ServerSpec)
         patched.setattr(DemoConfig, "env", ENV)
@@ -102,7 +104,7 @@ def test_own_pair_is_answered_and_timed(tmp_path: Path, capfd: pytest.CaptureFix
     ("number", "num_servers"), [(signal.SIGTERM, 2), (signal.SIGINT, 2), (signal.SIGINT, 1)]
 )
 def test_a_signal_ends_the_servers(tmp_path, number, num_servers):
-    """Also one that comes in the middle of starting them."""
+    """This also holds for a signal while the servers start."""
     with demo(tmp_path) as (process, mark):
         deadline_s = time.monotonic() + 240
         while len(marked_processes(mark)) <= num_servers:

@@ -1,4 +1,4 @@
-"""The command line: what it refuses and what it prints."""
+"""The command line: what it refuses, and its output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_version_names_both(capsys) -> None:
 
 
 def test_commands_start_without_heavy_imports() -> None:
-    """`--help` and `peers` would wait five seconds for SGLang."""
+    """An import of SGLang would add five seconds to `--help` and `peers`."""
     code = (
         "import sys, sglang_droidspeak.cli;"
         "print(sorted({'sglang', 'torch', 'transformers'} & sys.modules.keys()))"

@@ -1,4 +1,4 @@
-"""An HTTP server in the place of SGLang's, for what the commands ask it."""
+"""An HTTP server in place of SGLang's, which answers the commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 @contextmanager
 def answering(answer: Callable[[str, Any], tuple[int, object]]) -> Iterator[str]:
-    """Start the server and yield its URL. `answer` gives status and JSON, or a finished text, for a
-    path and the request's JSON. The JSON of a GET is None."""
+    """Start the server and yield its URL. `answer` takes a path and the request's JSON. It returns
+    the status, and JSON or a finished text. The JSON of a GET is None."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Run in a server before it starts: what the last rank cannot do."""
+"""Script that runs in a server before it starts. It makes the last rank fail in chosen cases."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from cachetree.ids import Span
 
 NUM_BROKEN = 240
-"""Length of the prefix of which it cannot read E."""
+"""Length of the prefix for which the last rank cannot read E."""
 BROKEN_BLOCK = Span(1, 3)
-"""Between the two sums over all ranks of this block's first layer it has no memory. No other test
-of these servers recomputes it, nor does a server by itself."""
+"""Block at which the last rank runs out of memory, between the first layer's two sums over all
+ranks. No other test of these servers recomputes this block, and no server chooses it by itself."""
 
 
 def place() -> None:

@@ -11,5 +11,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/no-reuse.md"
 
 @functools.cache
 def outcomes() -> frozenset[str]:
-    """Each has a heading of its own; a fallback has one for each cause."""
+    """Return the documented outcomes. Each has a heading of its own; a fallback has one for each
+    cause."""
     return frozenset(re.findall(r"(?m)^### `(.+)`$", PAGE.read_text()))

@@ -36,12 +36,13 @@ CPU = {
     "chunked-prefill-size": 96,
     "sleep-on-idle": True,
 }
-"""Chunks shorter than every prompt, so that prefill is always chunked on both sides."""
+"""Options of servers on a CPU. Chunks are shorter than every prompt, so both sides prefill in
+chunks."""
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SLOW_DEVICE = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("slow_device.py"))}
 """Environment of forked servers in tests that do not ask if reuse is worth its time."""
 SHORT_HOURS = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("short_hours.py"))}
-"""The same with a drift guard that need not wait for hours."""
+"""The same environment, with a drift guard that need not wait for hours."""
 
 
 @functools.cache
@@ -73,7 +74,7 @@ def answer(server: Server, prompt: Sequence[int], **options: Any) -> Answer:
 
 
 def load_adapter(server: Server, name: str, folder: Path) -> None:
-    """Returns once the server knows, too, what it has loaded."""
+    """Load an adapter. Returns once the server also knows the adapter's content."""
     server.post("/load_lora_adapter", lora_name=name, lora_path=str(folder))
 
     def outcome() -> str:
@@ -110,7 +111,8 @@ def whole_pages(num_tokens: int) -> int:
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """The first true value of `condition`; publication and advertisement are asynchronous."""
+    """Wait until `condition` is true, and return its value. Publication and advertisement are
+    asynchronous."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, "condition did not become true in time"
@@ -125,13 +127,13 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 def page_hashes(
     tokens: Sequence[int], salt: str | None = None, extra_key: str | None = None
 ) -> list[PageHash]:
-    """SGLang's page keys of a prompt, as any peer computes them."""
+    """Return SGLang's page keys of a prompt, as any peer computes them."""
     seed = storage_namespace_seed(extra_key, salt)
     return hashing.page_hashes(tokens, PAGE, bytes.fromhex(seed) if seed else b"")
 
 
 def family_of(model: Path, tp_size: int = 1, tp_rank: int = 0) -> Family:
-    """The family of a model as these servers run it."""
+    """Return the family of a model as these servers run it."""
     return Family(
         **read_model_identity(model).shape,
         model_dtype="float32",
@@ -143,7 +145,7 @@ def family_of(model: Path, tp_size: int = 1, tp_rank: int = 0) -> Family:
 
 
 class Watcher:
-    """A peer of some servers that only looks at what they advertise."""
+    """A peer of some servers. It only reads their adverts."""
 
     def __init__(self, model: Path, addresses: Sequence[str]) -> None:
         self._model, self._addresses = model, tuple(addresses)
@@ -156,7 +158,7 @@ class Watcher:
         return cache
 
     def num_pages(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> int:
-        """Longest advertised prefix of `tokens` by the server of `model`."""
+        """Return the longest prefix of `tokens` that the server of `model` advertises."""
         return self._num_pages(tokens, read_model_identity(model).model_id, salt)
 
     def _num_pages(self, tokens: Sequence[int], model: ModelId, salt: str | None = None) -> int:
@@ -164,13 +166,14 @@ class Watcher:
         return max((match.num_pages for match in matches if match.model == model), default=0)
 
     def wait_for(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> None:
-        """Return once all whole pages of `tokens` are advertised, and peers have had time too."""
+        """Wait until all whole pages of `tokens` are advertised, and peers have had time to learn
+        it."""
         self.wait_for_model(tokens, read_model_identity(model).model_id, salt)
 
     def wait_for_model(
         self, tokens: Sequence[int], model: ModelId, salt: str | None = None
     ) -> None:
-        """The same of a model by its id."""
+        """Wait like `wait_for`, for a model by its id."""
         eventually(lambda: self._num_pages(tokens, model, salt) == len(tokens) // PAGE)
         time.sleep(0.1)
 
@@ -187,6 +190,6 @@ def free_address(num_ranks: int = 1) -> str:
 def profile_of(
     sender: ModelIdentity, receiver: ModelIdentity, *, passed: bool = True
 ) -> PairProfile:
-    """A made-up profile: only layer 2 needs to be the receiver's own."""
+    """Make up a profile. Only layer 2 has to be the receiver's own."""
     best = BlockQuality(start=2, stop=3, quality=0.9)
     return random_servers.profile_of(sender, receiver, best, passed=passed)

@@ -1,8 +1,8 @@
 """Servers that start as forks of one process, which has imported SGLang for all of them.
 
-Importing is nearly all of a small server's start. Each of these servers runs what
-`python -m sglang.launch_server` runs, from its arguments on, in a session of its own. That command
-itself is what `test_startup` starts, and the tests of the demo's signals.
+Imports take nearly all of a small server's start. Each of these servers runs the same code as
+`python -m sglang.launch_server`, in a session of its own. Only `test_startup` and the tests of the
+demo's signals start the command itself.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sglang_droidspeak.fleet import servers
 
 MODULE = "sglang.launch_server"
 BEFORE = "FORKED_BEFORE"
-"""Names a script that breaks something in the server that runs it."""
+"""Variable with the path of a script that breaks something in the server that runs it."""
 _ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_TORCH_CPU_START": "fork"}
-"""Environment that imports read; it is the same for every server here."""
+"""Environment that imports read. It is the same for every server here."""
 
 
 class ServerSpec(servers.ServerSpec):
@@ -73,7 +73,7 @@ class _Fork:
 
 
 class _Origin:
-    """The process that all are forks of; it ends with this one."""
+    """The process that all servers are forks of. It ends with this process."""
 
     def __init__(self) -> None:
         self._calls, theirs = socket.socketpair()
@@ -121,7 +121,7 @@ def _import_all() -> None:
 
 
 def _receive(calls: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next call and its descriptors; nothing at the end."""
+    """Return the next call and its descriptors, or nothing at the end."""
     line, descriptors, _, _ = socket.recv_fds(calls, 1 << 16, 1)
     while line and not line.endswith(b"\n"):
         line += calls.recv(1 << 16)

@@ -59,7 +59,7 @@ num_with_e = partial(tier_parts.num_e_at, location=HICACHE)
 
 
 def search(cache: Cache, pages: Sequence[PageHash]) -> int:
-    """How many pages are there, once the backend has been asked."""
+    """Ask the backend, and return how many of the pages it has."""
     for result in cache.search(pages):
         eventually(lambda it=result: it.is_over)
     return num_there(cache, pages)
@@ -70,14 +70,14 @@ def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, seconds: float = 
 
 
 def objects_of(cache: Cache) -> Mapping[str, int]:
-    """How many there were, by result."""
+    """Return how many objects were counted, by result."""
     counts = tier_of(cache)._count
     assert isinstance(counts, Counts)
     return counts
 
 
 class Shelf:
-    """Objects in a dict; `before` may raise, block, or count."""
+    """A backend that keeps objects in a dict. `before` may raise, block, or count."""
 
     def __init__(self, before: Callable[[str], None] = lambda _call: None) -> None:
         self.before = before

@@ -1,4 +1,4 @@
-"""Machines of their own, as far as the network goes: one namespace each, joined by a bridge.
+"""Network namespaces that stand for machines, joined by a bridge.
 
 test ── bridge 10.231.77.1 ──┬── one  10.231.77.2
                              └── two  10.231.77.3
@@ -22,7 +22,8 @@ def _ip(*words: str) -> None:
 
 
 class Namespaces:
-    """Made on entering, removed on leaving. Skips the test where the system does not allow it."""
+    """Namespaces that are made on entering and removed on leaving. The test is skipped if the
+    system does not allow this."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -31,11 +32,11 @@ class Namespaces:
         return f"{_NETWORK}.{2 + self.names.index(name)}"
 
     def command(self, name: str) -> tuple[str, ...]:
-        """Return the words before a command that runs it there."""
+        """Return the words before a command that run it in a namespace."""
         return ("ip", "netns", "exec", f"ds-{name}")
 
     def cut(self, name: str) -> None:
-        """Take its cable out: nothing arrives, and no side gets an error."""
+        """Cut the namespace's cable: nothing arrives, and no side gets an error."""
         _ip("link", "set", self._cable(name), "down")
 
     def join(self, name: str) -> None:

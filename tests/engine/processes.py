@@ -1,4 +1,4 @@
-"""Memory and files that the processes of one group hold, as the kernel counts them."""
+"""Memory and files that the processes of a group hold, as the kernel counts them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def num_threads(group: int) -> int:
 
 
 def resident_bytes(group: int) -> int:
-    """Resident set sizes together; what processes share counts once for each."""
+    """Return the sum of resident set sizes. Memory that processes share counts once for each
+    process."""
     num_pages = 0
     for folder in folders(group):
         with suppress(*_GONE):
@@ -41,8 +42,8 @@ class Resident(NamedTuple):
     own_bytes: int
     """Bytes that only these processes use: heaps and stacks."""
     mapped_bytes: int
-    """Bytes of memory that others map too, and of files. Memory that processes share counts for
-    each."""
+    """Bytes of files, and of memory that other processes map, too. Memory that processes share
+    counts once for each process."""
 
 
 def resident(group: int) -> Resident:

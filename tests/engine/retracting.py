@@ -1,5 +1,5 @@
-"""Run in a server before it starts: it takes requests back again and again, as where its KV pool is
-full, and every reuse pays."""
+"""Script that runs in a server before it starts. The server retracts requests again and again, as
+if its KV pool were full, and every reuse pays."""
 
 from __future__ import annotations
 

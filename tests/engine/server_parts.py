@@ -26,24 +26,24 @@ class Pair:
     address: str
     """Address of the sender's cache."""
     watcher: Watcher
-    """Profile of the KV that the sender offers."""
+    """Watcher of the pages that the sender offers."""
 
     @property
     def models(self) -> dict[str, Path]:
         return {"sender": self.sender.spec.model, "receiver": self.receiver.spec.model}
 
     def send(self, tokens: Sequence[int], salt: str | None = None) -> None:
-        """Have the sender read tokens; returns once they are on offer."""
+        """Have the sender read tokens. Returns once it offers them."""
         answer(self.sender, tokens, max_new_tokens=1, cache_salt=salt)
         self.watcher.wait_for(tokens, self.models["sender"], salt)
 
     def ask(self, tokens: Sequence[int], **options: Any) -> Answer:
-        """The answer of a receiver that has nothing of it on its device."""
+        """Ask a receiver that has nothing of the prompt on its device."""
         self.receiver.flush()
         return answer(self.receiver, tokens, **options)
 
     def alone(self, tokens: Sequence[int]) -> Answer:
-        """The receiver's own answer, of which it keeps nothing."""
+        """Return the receiver's own answer. It keeps nothing of it."""
         reply = self.ask(tokens, droidspeak=OFF)
         self.receiver.flush()
         return reply
@@ -65,8 +65,8 @@ def servers(
     reader: Mapping[str, Any] = {},
     env: Mapping[str, str] = ENV,
 ) -> Iterator[Pair]:
-    """Both of these models, with settings of the sender and of the receiver; `options` of SGLang
-    are both servers', and `reader` the receiver's beside."""
+    """Start both models, with settings of the sender and of the receiver. Both servers get SGLang's
+    `options`; the receiver also gets `reader`."""
     address = sends.get("listen", f"tcp://127.0.0.1:{free_port()}")
     offer = {"listen": address, "host_gb": 0.5, **sends}
     read = {"peers": [address], "gate": "none", "host_gb": 0, **reads}

@@ -1,4 +1,4 @@
-"""A worker of its own that is killed and started again, at one address."""
+"""A worker that is killed and started again at the same address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shelf:
         self.process.kill()
 
     def restart(self) -> None:
-        """Returns before it is ready."""
+        """Restart the worker. Returns before it is ready."""
         self.process = self._start()
 
     def _start(self) -> Process:

@@ -1,4 +1,5 @@
-"""Run in a server before it starts, beside `slow_device`: the drift guard's hour takes 0.05 s."""
+"""Script that runs in a server before it starts, in addition to `slow_device`. The drift guard's
+hour takes 0.05 s."""
 
 from __future__ import annotations
 

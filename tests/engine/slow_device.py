@@ -1,4 +1,5 @@
-"""Run in a server before it starts. The server takes its device for so slow that reuse always pays.
+"""Script that runs in a server before it starts. The server assumes that its device is very slow,
+so reuse always pays.
 
 The times of a tiny model on a busy machine are noise, so some requests would end as `slower`.
 `test_faults`, `test_stall_servers` and `test_never_slower` have real times.

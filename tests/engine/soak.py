@@ -8,8 +8,8 @@ Both engines run one model, so that reuse and full prefill must answer alike. Th
 about documents that the worker has, while frames are delayed, dropped, doubled, cut, flipped or
 stalled, connections are cut, and the worker is killed (once a minute at least), stopped, and
 restarted, with shared memory in every other life. Afterwards the reader holds no more descriptors
-and threads than before, and no memory of fetches. Ends in one JSON line; exit status 1 where a
-request failed, answered differently, or came later than its deadline allows.
+and threads than before, and no memory of fetches. The run ends in one JSON line. The exit status is
+1 if a request failed, had another answer, or was later than its deadline allows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ HARM_EVERY_S = (3.0, 9.0)
 
 @dataclass
 class Record:
-    """Events so far."""
+    """Counts of events so far."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     harms: Counter[str] = field(default_factory=Counter)
@@ -87,7 +87,7 @@ def worker_config(
 
 
 class Chaos(threading.Thread):
-    """Harms the fleet until its end is asked for, and leaves everything sound."""
+    """A thread that harms the fleet until it has to end. It leaves everything working."""
 
     def __init__(self, shelf: Shelf, proxy: FaultProxy, seed: int, record: Record) -> None:
         super().__init__(name="chaos")

@@ -1,4 +1,4 @@
-"""Workers that begin every fetch and do not end it, or not before they may."""
+"""Workers that begin every fetch, and do not end it, or end it only when a test allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cachetree.transport.frames import Frame
 
 
 class _OfferingWorker(ScriptedWorker):
-    """Offers prompts of a model of its own, with E at layer 1."""
+    """A worker that offers prompts of a model of its own, with E at layer 1."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class _OfferingWorker(ScriptedWorker):
         raise NotImplementedError
 
     def _send_step(self, identity: bytes, fetch: wire.Fetch, begins: int, payload: bytes) -> int:
-        """The step that begins at that byte of the fetch; where the next one does."""
+        """Send the step that begins at this byte of the fetch. Return the byte at which the next
+        step begins."""
         for offset in range(0, len(payload), fetch.frame_bytes):
             part = payload[offset : offset + fetch.frame_bytes]
             checksum = wire.checksum(part)
@@ -58,7 +59,8 @@ class _OfferingWorker(ScriptedWorker):
 
 
 class StallingWorker(_OfferingWorker):
-    """Sends zeros, and all of one prompt but the last steps of a fetch."""
+    """A worker that sends zeros. It sends all of one prompt; of other fetches it leaves out the
+    last steps."""
 
     def __init__(
         self,
@@ -82,8 +84,8 @@ class StallingWorker(_OfferingWorker):
 
 
 class GatedWorker(_OfferingWorker):
-    """A worker that sends nothing of a fetch while its gate is shut, and everything in order
-    afterwards.
+    """A worker that sends nothing of a fetch while its gate is shut. Once the gate is open, it
+    sends everything in order.
 
     The gate is shut at first. KV and E are random numbers, different for each page and layer: a
     request that gets the KV of another answers differently.

@@ -1,4 +1,4 @@
-"""Stand-ins for SGLang's parts and for this extension's, which remember what they were asked.
+"""Stand-ins for parts of SGLang and of this extension. They remember their calls.
 
 Each has one meaning in all tests: a request, its planner, a cache with a pool, SGLang's radix tree.
 """
@@ -40,7 +40,7 @@ from sglang_droidspeak.store.pool import Held
 TREE: Any = object()
 PAGE = 16
 NUM_PAGES = 4
-"""Name of each request here that may be reused."""
+"""Number of pages of each request here that may be reused."""
 STEP_BYTES = 40
 SAVING_S = 0.125
 PLAN = Plan(
@@ -61,8 +61,8 @@ UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, **__: None)
 
 @dataclass
 class Recorded:
-    """Labels and their metrics: the provenance that requests get, and the time that each plan
-    saved."""
+    """Labels and their metrics. They record the provenance that requests get, and the seconds that
+    each plan saved."""
 
     notes: list[tuple[str, RequestProvenance]] = field(default_factory=list)
     savings: list[float] = field(default_factory=list)
@@ -84,7 +84,8 @@ class Recorded:
 
 
 class Asked:
-    """A pool that has some pages, and a cache: its worker takes every request and sends nothing."""
+    """A pool that has some pages, and a cache. Its worker accepts every request, and sends
+    nothing."""
 
     def __init__(self, clock: Clock = lambda: 0.0, held: Held | None = None) -> None:
         self.memory = Arena(1 << 20)
@@ -96,7 +97,7 @@ class Asked:
         self.has = held or Held(0, 0)
         self._clock = clock
         self.loaded: list[Any] = []
-        """Approximate pages."""
+        """Pages that were noted as approximate."""
         self.peers: tuple[Any, ...] = ()
 
     def sources(self) -> tuple[Any, ...]:
@@ -133,7 +134,7 @@ class Asked:
 
 
 class FakeMeter(SimpleNamespace):
-    """A meter that knows what it is made with."""
+    """A meter that returns the costs with which it was made."""
 
     def noticed(self, late_s: float) -> None:
         """Do nothing: these tests do not need it."""
@@ -162,7 +163,7 @@ def request(
     max_new_tokens: int = 8,
     **fields: Any,
 ) -> Any:
-    """A request in the queue, with these fields of its own."""
+    """Make a request in the queue, with these values of its fields."""
     params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=None)
     known = {
         "rid": rid,
@@ -190,7 +191,7 @@ def request(
 
 
 class Pair:
-    """Agreement of two ranks in one thread: the second looks after the first."""
+    """Agreement of two ranks in one thread. The second rank acts after the first."""
 
     def __init__(self) -> None:
         self.shared: list[bytes] = []
@@ -242,7 +243,7 @@ def planner_without(outcome: str, detail: str = "") -> Any:
 
 
 def counting_on(exact: int, approximate: int | None = None) -> Any:
-    """Candidates of a request that has so many pages on the device."""
+    """Return a pool index that has so many pages of a request on the device."""
     demand = SimpleNamespace(first_page=exact, first_approximate=approximate)
     return SimpleNamespace(demand=demand, matches=())
 
@@ -284,7 +285,8 @@ def look(waiting: WaitingRequests, *reqs: Any, is_decoding: bool = False) -> set
 
 
 def begin_load(waiting: WaitingRequests, cache: Asked, req: Any, *keys: str) -> tuple[Any, Any]:
-    """The load of these pages, or of all, begun once all bytes have landed; and its slots."""
+    """Begin the load of these pages, or of all, after all bytes have arrived. Return the load, and
+    its slots."""
     cache.land()
     assert not look(waiting, req)
     wanted = keys or keys_of(req)
@@ -299,13 +301,13 @@ def keys_of(req: Any) -> list[str]:
 
 
 def made(part: type, **parts: Any) -> Any:
-    """A part of the extension; collaborators that are not named answer anything."""
+    """Make a part of the extension. Collaborators that are not named accept any call."""
     names = inspect.signature(part).parameters
     return part(**{name: parts.get(name.lstrip("_"), MagicMock()) for name in names})
 
 
 def planned_as(plan: Plan, **others: Any) -> Planned:
-    """A plan that a request names, and which leaves KV that others may read."""
+    """Return a plan that a request names. It leaves KV that other requests may read."""
     fixed = {
         "is_experiment": False,
         "patience": Patience(saving_s=math.inf),
@@ -315,7 +317,7 @@ def planned_as(plan: Plan, **others: Any) -> Planned:
 
 
 def loading(plan: Plan, source: Source, at: Span, slots: torch.Tensor, req: Any) -> Request:
-    """A request that loads tokens of the plan's pages into these slots."""
+    """Return a request that loads tokens of the plan's pages into these slots."""
     request = Request(req)
     request.take_up(planned_as(plan))
     request.fetch(SimpleNamespace(of=lambda *_: source), None)  # type: ignore[arg-type]
@@ -326,7 +328,8 @@ def loading(plan: Plan, source: Source, at: Span, slots: torch.Tensor, req: Any)
 
 @dataclass(frozen=True)
 class Named:
-    """A base that is a name. An adapter of it is what the adapter is called."""
+    """A stand-in for models: the base's id is its name, and an adapter's id is the adapter's
+    name."""
 
     model_id: ModelId
 
@@ -335,7 +338,7 @@ class Named:
 
 
 def sglang_tree(core: str, **options: Any) -> UnifiedRadixCache:
-    """SGLang's own radix tree, over slots that are all free."""
+    """Make SGLang's own radix tree, over slots that are all free."""
     slots: Any = SimpleNamespace(
         page_size=PAGE, device="cpu", free_segment=lambda _slots, *, start_pos: None
     )

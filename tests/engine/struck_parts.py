@@ -1,11 +1,4 @@
-"""Three real processes with a fault proxy between two of them, and what they hold.
-
-    author ──copy──► worker (memory, disk) ◄── fault proxy ◄── reader
-
-Both engines run one model, so that the author's full prefill says what the reader must answer. The
-author serves its own cache too, behind a proxy of its own that is there only where a test asks for
-it.
-"""
+"""Three real processes with a fault proxy between two of them, and counts of what these hold."""
 
 from __future__ import annotations
 
@@ -38,27 +31,28 @@ NUM_LAYERS = 10
 NUM_TOKENS = 200
 BLOCK = "2:4"
 STEP_BYTES = whole_pages(NUM_TOKENS) * 256 * 4
-"""E of 256, and KV of two heads of 64, in float32."""
+"""Bytes of one step: E of 256 numbers, or KV of two heads of 64, in float32."""
 NUM_FRAMES = 1 + NUM_LAYERS - 2
-"""E and the KV of the layers outside the block, each in one."""
+"""Number of frames of a fetch: E, and the KV of each layer outside the block."""
 LINK_MB_S = 20.0
-"""A worker sends what takes 10 ms in one frame, so that one step is one; and is still sending when
-it is killed or stopped."""
+"""Rate of the worker's link. It sends in one frame what takes 10 ms, so each step is one frame, and
+it still sends when it is killed or stopped."""
 DEADLINE_S = 2.0
 LOOK_S = 0.5
-"""How soon the reader's scheduler looks again, on a busy machine."""
+"""Seconds until the reader's scheduler looks again, on a busy machine."""
 NOISE_S = 3.0
-"""How much longer than the median a full prefill takes now and then on a busy machine."""
+"""Seconds by which some full prefills exceed the median, on a busy machine."""
 RECOVERY_S = 30.0
 NUM_DOCUMENTS = 40
 NUM_SLOTS = 2048
-"""Room of the reader for a quarter of the prompts."""
+"""Slots of the reader, enough for a quarter of the prompts."""
 AT_ONCE = 8
-"""The author reads so many, each in one chunk: a step of one chunk is sent in one frame."""
+"""Number of documents that the author reads at once, each in one chunk. A step of one chunk is sent
+in one frame."""
 HOST_BYTES = 96 << 20
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-"""SGLang compares used and free slots after each step, and as ever when it is idle; a server that
-misses one ends."""
+"""Environment in which SGLang compares used and free slots after each step, as it always does when
+idle. A server that misses a slot ends."""
 CAUSES = (
     "DeadlineExceeded",
     "ForwardWaitExceeded",
@@ -69,14 +63,14 @@ CAUSES = (
 )
 
 Samples = dict[tuple[str, ...], float]
-"""Name and label values to value."""
+"""Values by name and label values."""
 
 
 @dataclass(frozen=True)
 class Document:
     tokens: list[int]
     alone: Answer
-    """Full prefill's."""
+    """Answer by full prefill."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class Blow:
 
     @property
     def queued_s(self) -> float:
-        """How long the reader held the request back."""
+        """Seconds for which the reader held the request back."""
         return self.provenance["queued_ms"] / 1000
 
 
@@ -105,20 +99,21 @@ class Rig:
     page: str
     """Address of the worker's metrics."""
     model: str
-    """Id of the one that all of them are about."""
+    """Id of the only model."""
     proxy: FaultProxy
-    """Before the worker."""
+    """Proxy in front of the worker."""
     authors_proxy: FaultProxy
-    """Shut unless a test opens it, so that everything comes from the worker."""
+    """Proxy in front of the author. It is shut unless a test opens it, so that everything comes
+    from the worker."""
     documents: Iterator[Document]
-    """Endless. The reader has forgotten each when its turn comes again, and is never flushed: that
-    would hide what it has not given back."""
+    """Documents without an end. The reader has forgotten a document when its turn comes again. It
+    is never flushed, because a flush would hide memory that it has not given back."""
     alone_s: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     """Counts of all requests."""
 
     def ask(self, **controls: Any) -> tuple[dict[str, Any], float]:
-        """Provenance and seconds of a request that answers as full prefill does."""
+        """Ask for an answer that has to equal full prefill's. Return provenance and seconds."""
         document = next(self.documents)
         controls = controls or {"block": BLOCK, "sender": self.model}
         begun_at_s = time.monotonic()
@@ -133,11 +128,11 @@ class Rig:
         return provenance, seconds
 
     def is_well(self) -> bool:
-        """Whether a fetch that meets nothing goes well."""
+        """Whether a fetch without a harm succeeds."""
         return self.ask()[0]["outcome"] == "reused"
 
     def measure_alone(self) -> None:
-        """State of the machine now."""
+        """Measure the present state of the machine."""
         self.alone_s = statistics.median(self.ask(mode="off")[1] for _ in range(5))
 
     def recover(self) -> None:
@@ -159,7 +154,7 @@ class Rig:
         ]
 
     def strike(self, harm: Strike | Deed, proxy: FaultProxy) -> Blow | None:
-        """Have one fetch meet a harm; None where it had fewer frames than that."""
+        """Have one fetch meet a harm. None if the fetch had fewer frames."""
         proxy.arm(harm)
         provenance, seconds = self.ask()
         has_struck = proxy.has_struck
@@ -172,7 +167,7 @@ class Rig:
         return blow if has_struck else None
 
     def told(self) -> Samples:
-        """The reader's metrics; those of its cache are up to two seconds old."""
+        """Return the reader's metrics. Those of its cache are up to two seconds old."""
         return scraped(f"{self.reader.url}/metrics")
 
     def held(self) -> dict[str, float]:
@@ -190,7 +185,7 @@ class Rig:
         return counts
 
     def resident(self) -> dict[int, int]:
-        """Bytes, by process."""
+        """Return resident bytes, by process."""
         return {pid: resident_bytes(pid) for pid in self.pids().values()}
 
     def pids(self) -> dict[str, int]:
@@ -288,7 +283,7 @@ def rig_in(folder: Path, *, seed: int) -> Iterator[Rig]:
 
 
 def read(author: Server, watcher: Watcher, model: Path, seed: int) -> list[Document]:
-    """Fresh documents that the worker has by now."""
+    """Yield new documents that the worker has stored."""
     prompts = [prompt(NUM_TOKENS, seed=1000 * seed + index) for index in range(NUM_DOCUMENTS)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(lambda tokens: answer(author, tokens), prompts))

@@ -1,7 +1,5 @@
-"""Small random models in real servers that read one another's KV, and what the oracle says of each.
-
-Some models are adapters, which their base's server answers as.
-"""
+"""Small random models in real servers that read each other's KV, and the oracle's answers for
+them."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def random_correction(seed: int = 17) -> Correction:
 
 
 def literal(block: Span) -> str:
-    """The block as a request names it."""
+    """Return the block as a request names it."""
     return f"{block.start}:{block.stop}" if len(block) else "none"
 
 
@@ -80,7 +78,7 @@ class Checkpoints:
     folder: Path
     adapters: Mapping[str, Path]
     whole: Mapping[str, Path]
-    """Each as a checkpoint of its own; adapters merged into the base."""
+    """Checkpoint of each model, with adapters merged into the base."""
 
     @classmethod
     def write(
@@ -90,7 +88,8 @@ class Checkpoints:
         *others: str,
         kind: str = "llama",
     ) -> Checkpoints:
-        """A base, adapters as `write_adapter` makes them, and fine-tunes of other weights."""
+        """Write a base, adapters as `write_adapter` makes them, and fine-tunes with other
+        weights."""
         config = shape(kind, layers=NUM_LAYERS, hidden=HIDDEN, heads=4, kv_heads=2)
         names = (BASE, *others)
         whole = dict(zip(names, write_models(folder, config, names), strict=True))
@@ -110,7 +109,8 @@ class Checkpoints:
         adapters: Mapping[str, Path] = {},
         **settings: Any,
     ) -> ServerSpec:
-        """A server of this model, by its name if it has no other, with these settings."""
+        """Specify a server of this model with these settings. Its name is the model's if no other
+        is stated."""
         return ServerSpec(
             model=self.whole[model],
             name=name or model,
@@ -165,8 +165,8 @@ class Checkpoints:
         own: int = 0,
         correction: Correction | None = None,
     ) -> Generated:
-        """The oracle's answer where tokens [own, num_reused) are the sender's; None: as many as can
-        be."""
+        """Return the oracle's answer if tokens [own, num_reused) are the sender's. With None, as
+        many tokens as possible are."""
         return oracle(
             self.whole[name],
             self.whole[sender],
@@ -185,12 +185,12 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Team:
-    """Servers by the models that they answer as."""
+    """Servers, by the models that they answer as."""
 
     servers: Mapping[str, Server]
     models: Checkpoints
     addresses: Sequence[str]
-    """Address of their caches; with several ranks it is the first rank's."""
+    """Addresses of the servers' caches. With several ranks, the first rank's."""
     watcher: Watcher
 
     def ask(self, name: str, tokens: list[int], **options: Any) -> Answer:
@@ -198,7 +198,7 @@ class Team:
         return answer(self.servers[name], tokens, **lora, **options)
 
     def send(self, name: str, tokens: list[int], max_new_tokens: int = 1) -> Answer:
-        """Have a model read tokens; returns once they are on offer."""
+        """Have a model read tokens. Returns once its server offers them."""
         reply = self.ask(name, tokens, max_new_tokens=max_new_tokens, droidspeak={"mode": "off"})
         self.watcher.wait_for_model([*tokens, *reply.ids[:-1]], self.models.model_id(name))
         return reply
@@ -226,7 +226,8 @@ class Team:
     def assert_batch_equals_the_oracle(
         self, names: Sequence[str], blocks: Sequence[Span], num_reading: int, num_plain: int
     ) -> None:
-        """Different adapters, senders and blocks at once, and some that reuse nothing."""
+        """Check a batch with different adapters, senders and blocks, and with requests that reuse
+        nothing."""
         most = len(names)
         cases = [
             (
@@ -255,7 +256,8 @@ class Team:
                 other.result().assert_equals(self.models.expected(name, name, tokens, EMPTY_SPAN))
 
     def assert_the_first_of_a_burst_leads(self) -> None:
-        """Sent at once, one request computes the document and the other reads what it left."""
+        """Check two requests that are sent at once: one computes the document, and the other reads
+        its KV."""
         tokens = prompt(300, seed=503)
         names = [BASE, "upper"]
         with ThreadPoolExecutor(2) as pool:
@@ -286,7 +288,8 @@ def team_of(
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt to an activated LoRA, and how much of it the base has read before."""
+    """A prompt to an activated LoRA, with the number of its tokens that the base has read
+    before."""
 
     tokens: list[int]
     num_read: int
@@ -298,7 +301,7 @@ class Question:
 
 
 def questions(seed: int) -> dict[str, Question]:
-    """Prompts of an own document each, by what is special about their invocation."""
+    """Make prompts, each of a document of its own, by what is special about their invocation."""
     before = [plain_prompt(num, seed + place) for place, num in enumerate((150, 100, 191, 160))]
     after = plain_prompt(30, seed + 10)
     twice = [*before[1], *INVOCATION, *plain_prompt(40, seed + 11)]
@@ -318,8 +321,9 @@ def assert_same_answers_without_reuse(
     asked: Mapping[str, Question],
     read: Callable[[list[int]], object],
 ) -> dict[str, Answer]:
-    """Ask each question streamed and alone, all as one batch, and without any reuse, after `read`
-    had the base read the documents, and compare with the oracle; returns the streamed answers."""
+    """Compare the answers of an activated adapter with the oracle. Each question is asked streamed
+    and alone, all are asked as one batch, and again without any reuse. `read` first has the base
+    read the documents. Return the streamed answers."""
 
     def begin() -> None:
         server.flush()

@@ -1,4 +1,5 @@
-"""Adapters that act from their invocation on: exact, and without recomputing what comes before."""
+"""Adapters that act from their invocation on. They are exact, and recompute nothing before the
+invocation."""
 
 from __future__ import annotations
 
@@ -40,10 +41,11 @@ class Judged(Team):
     """A base, an activated adapter and a plain one in one server."""
 
     events: zmq.Socket[bytes]
-    """SGLang's, for those who route by them."""
+    """SGLang's events, for programs that route by them."""
 
     def expect(self, tokens: list[int], invoked_at: int) -> Generated:
-        """The base's KV before, the adapter after."""
+        """Return the expected answer: the base computes the KV before the invocation, the adapter
+        the rest."""
         return self.models.expected(JUDGE, BASE, tokens, EMPTY_SPAN, num_reused=invoked_at)
 
     def expect_of_base(self, tokens: list[int]) -> Generated:
@@ -145,7 +147,7 @@ def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(team: Judged) -> None:
 
 
 def test_events_call_it_by_its_name(team: Judged) -> None:
-    """The base model has no page of it, even for a request with the same tokens."""
+    """The base model has no such page, not even for a request with the same tokens."""
 
     def names() -> set[str | None]:
         tokens = [*plain_prompt(90, 50), *INVOCATION, *plain_prompt(20, 51)]

@@ -1,4 +1,4 @@
-"""SGLang puts adapters into a batch together, though one acts only from some token on."""
+"""SGLang puts adapters into a batch together, although one of them acts only from some token on."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def ref(name: str, pinned: bool = False) -> LoRARef:
 
 
 class Slots:
-    """Stands for SGLang's LoRAManager and the slots of its pool, of which any may be evicted that
-    a batch does not need."""
+    """A stand-in for SGLang's LoRAManager and its pool's slots. Any slot may be evicted that a
+    batch does not need."""
 
     validate_lora_batch = LoRAManager.validate_lora_batch
 
@@ -76,7 +76,7 @@ def scheduler_of(slots: Slots, *, is_overlapped: bool) -> Any:
 
 
 def hooks_of(ranks: Ranks) -> AdapterHooks:
-    """Return hooks with models that are named as their folders."""
+    """Return hooks with models that are named like their folders."""
     models = Models(Named(ModelId("base")), 4, lambda folder: folder.name)
     return AdapterHooks(models, ActivatedAdapters(models), ranks, lambda _lora_id: None)
 
@@ -88,7 +88,7 @@ def of_one() -> ActivatedAdapters:
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_the_base_waits_while_other_adapters_have_all_slots(is_overlapped: bool) -> None:
-    """They ran before the first one was loaded that acts from somewhere on."""
+    """These adapters ran before the first activated adapter was loaded."""
     slots, running = Slots(random.Random(0)), set(PLAIN[:MAX_LORAS])
     slots.fetch_new_loras(running)
     scheduler, req = scheduler_of(slots, is_overlapped=is_overlapped), SimpleNamespace(lora_id=None)
@@ -128,7 +128,7 @@ def test_no_batch_has_more_than_it_can_hold_and_nobody_waits_for_ever(is_overlap
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An activated one."""
+    """Write an activated adapter."""
     folder = tmp_path_factory.mktemp("adapters")
     (model,) = write_models(folder, shape("llama", layers=4, hidden=64, heads=2, kv_heads=1), ["m"])
     made = write_adapter(folder / "a", model)
@@ -138,7 +138,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loads:
-    """SGLang's LoRAManager without weights, and with that hook."""
+    """A stand-in for SGLang's LoRAManager, without weights and with this hook."""
 
     load = LoRAManager._load_lora_adapter
     load_from_tensors = LoRAManager._load_lora_adapter_from_tensors
@@ -193,7 +193,7 @@ def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
 
 
 class OtherRank(Ranks):
-    """This rank beside one that has what it takes, or not."""
+    """A rank next to another one, which has enough memory or not."""
 
     def __init__(self, *, is_well: bool) -> None:
         super().__init__(None)
@@ -206,7 +206,7 @@ class OtherRank(Ranks):
 @pytest.mark.parametrize("is_well", [False, True])
 @pytest.mark.parametrize("broken", [None, "folder", "invocation", "load"])
 def test_all_ranks_have_a_new_adapter_or_none_has(adapter, tmp_path, broken, is_well):
-    """All ranks read the same adapters, whichever rank failed, and at whichever step."""
+    """All ranks end with the same adapters, whichever rank failed, at whichever step."""
     hooks = hooks_of(OtherRank(is_well=is_well))
     models = hooks.models
     folder = shutil.copytree(adapter, tmp_path / "a")

@@ -1,9 +1,10 @@
-"""Random lives of adapters and prompts: what is found is always that model's, tenant's and tokens'.
+"""Random histories of adapters and prompts. Any KV that is found belongs to the right model, tenant
+and tokens.
 
-SGLang's side is played by a plain dictionary, the oracle, that says of every KV slot which weights
-computed it, for which tenant and which page, and whether E lies beside. Adapters come and go, come
-back with other weights under the same name, SGLang evicts behind our back, requests that run at the
-same time compute what others load and the other way round.
+A plain dictionary, the oracle, stands for SGLang. For every KV slot it has the weights that
+computed it, its tenant and page, and whether it has E. Adapters are loaded and unloaded, also with
+other weights under the same name. SGLang evicts without a notice. One request may compute pages
+that another one loads at the same time.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class Running:
     weights: str
     pages: Sequence[PageHash]
     num_read: int
-    """Number of pages that it reads in SGLang's tree, which keeps them meanwhile."""
+    """Number of pages that the request reads in SGLang's tree. The tree keeps them meanwhile."""
     num_loaded: int
-    """Number of first pages without E: those of them that were not read come out of a cache."""
+    """Number of first pages without E. Pages among them that were not read come out of a cache."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,13 @@ class Prompt:
 
 
 class Engine:
-    """SGLang's trees and pool as they are, with nothing to tell anybody of what it evicts."""
+    """SGLang's trees and pool. They report no eviction."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.contents: dict[int, Content] = {}
         self.trees: dict[tuple[str | None, PageHash], int] = {}
-        """The page of slots of a page, in an adapter's tree."""
+        """Page of slots for each page, by adapter and hash."""
         self.children: dict[tuple[str | None, PageHash], set[PageHash]] = {}
         self.running: list[Running] = []
 
@@ -131,7 +132,7 @@ class Engine:
 
 
 class Walk:
-    """One engine, its models, and the index that is to be right about both."""
+    """One engine with its models, and the index that has to be right about both."""
 
     def __init__(self, family, monkeypatch, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -142,7 +143,7 @@ class Walk:
             Named(ModelId("base")), NUM_LAYERS, lambda folder: ModelId(folder.name)
         )
         self.loaded: dict[str, tuple[str, str]] = {}
-        """SGLang's id of this loading, and the weights, by name."""
+        """SGLang's id of each loaded adapter, and its weights, by name."""
         self.plans: list[tuple[Plan, Prompt]] = []
         """Plans of requests that wait for their slots."""
         self.num_loads = self.num_hits = self.num_local_hits = self.num_with_e = 0
@@ -186,7 +187,8 @@ class Walk:
             self.index.forget(lora_id)
 
     def reload(self) -> None:
-        """The same name, an id of its own, and perhaps the weights that it or another had once."""
+        """Load an adapter again under the same name, with a new id. Its weights may be weights that
+        an adapter had before."""
         self.unload()
         name = self.rng.choice(NAMES)
         if name not in self.loaded:
@@ -236,7 +238,8 @@ class Walk:
                 reservation.commit()
 
     def look(self, lora_id: str | None, weights: str, prompt: Prompt) -> None:
-        """Everything that is found for a request is what it says it is."""
+        """Check everything that is found for a request: it has to be of the right model, tenant and
+        tokens."""
         pages = prompt.pages
         for match in self.tree.match(pages):
             assert match.location == LOCAL or is_pool(match.location)
@@ -260,7 +263,7 @@ class Walk:
                 self.plans.append((plan, prompt))
 
     def admit(self) -> None:
-        """Look for the pages of an earlier plan, now that there are slots."""
+        """Look for the pages of an earlier plan, now that the request gets slots."""
         if self.plans:
             self._check(*self.plans.pop(self.rng.randrange(len(self.plans))))
 

@@ -108,10 +108,11 @@ def test_servers_share_a_directory_of_hicache(models, profile, tmp_path):
 
 
 def ask_both(team: Team, store: Path, seed: int, damaged: str = "") -> tuple[list[int], Answer]:
-    """A document that the sender has read and stored, and the receiver's answer to it.
+    """Ask about a document that the sender has read and stored. Return the document and the
+    receiver's answer.
 
     If a busy machine's directory answers later than a request waits, the receiver reads the
-    document itself, and another document is tried.
+    document itself. Then another document is tried.
     """
     for attempt in range(5):
         tokens = prompt(300, seed=seed + 100 * attempt)
@@ -128,7 +129,8 @@ def ask_both(team: Team, store: Path, seed: int, damaged: str = "") -> tuple[lis
 
 @pytest.fixture(scope="module")
 def adapters(models: Checkpoints) -> Iterator[Team]:
-    """One server with a profile of every two models; that of `first` and `second` corrects E."""
+    """Start a server with a profile of every two models. The profile of `first` and `second`
+    corrects E."""
     profiles = [
         models.profile(sender, receiver, {BLOCK: BY}, recommended=BLOCK)
         for sender, receiver in permutations((BASE, *ADAPTERS), 2)
@@ -150,7 +152,7 @@ def test_adapter_reads_corrected_e_of_another_in_the_pool(adapters: Team) -> Non
 
 
 def test_adapter_that_read_its_base_exactly_hands_it_on(adapters: Team) -> None:
-    """Below layer 4 `upper` copies what the base had; from layer 4 on it computes its own."""
+    """Below layer 4, `upper` copies the base's KV. From layer 4 on it computes its own."""
     tokens = prompt(200, seed=10)
     adapters.ask(BASE, tokens, max_new_tokens=1)
     read = adapters.ask("upper", tokens, max_new_tokens=1)

@@ -1,4 +1,5 @@
-"""Prompts of a profile that was made in chat are those of SGLang's OpenAI chat endpoint."""
+"""Prompts of a profile that was made with `--chat` equal the prompts of SGLang's OpenAI chat
+endpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ QUESTION = "Which house?"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Its tokens are the bytes, and <bos> begins every text."""
+    """Make a tokenizer with bytes as tokens. Each text begins with <bos>."""
     spelled = ["<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({word: at for at, word in enumerate(spelled)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

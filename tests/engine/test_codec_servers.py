@@ -1,4 +1,5 @@
-"""Servers of a family that keeps KV and E in eight bits: fewer bytes, nearly the same answers."""
+"""Servers of a family that stores KV and E in eight bits: fewer bytes, and nearly the same
+answers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ENCODED = msgspec.structs.replace(FAMILY, codec=Codec.INT8)
 LISTEN = f"tcp://127.0.0.1:{free_port()}"
 DOCUMENTS = by_context(read_records(DATA / "held_out.jsonl"))[:6]
 LEAST_F1 = 0.85
-"""The receiver's own is 0.99, and 0.17 where it reads the sender's KV in all layers."""
+"""Least F1. The receiver's own is 0.99. If it reads the sender's KV in all layers, it is 0.17."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,8 @@ def is_reused(reply: dict) -> bool:
 
 
 def ask(server: Server, prompt: str) -> dict:
-    """Name the block: a busy machine may predict a full prefill of so few tokens to be faster."""
+    """Ask with a named block, because a busy machine may predict that a full prefill of so few
+    tokens is faster."""
     server.flush()
     return server.generate(prompt, max_new_tokens=8, droidspeak={"block": "2:5"})
 

@@ -1,4 +1,4 @@
-"""Times of passes are fitted from passes as a device would serve them."""
+"""Costs are fitted from passes with times that simulate a device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LENGTHS = (16, 64, 200, 800, 3000, 8000)
 
 
 def linear(tokens: Span) -> float:
-    """A CPU, or a GPU that is never waited for."""
+    """Time of a pass on a CPU, or on a GPU without a wait for launches."""
     context = (tokens.start + tokens.stop) / 2
     return 0.002 + len(tokens) * (4e-5 + 2e-9 * context)
 
 
 def launch_bound(tokens: Span) -> float:
-    """A GPU: its launches take 10 ms, whatever they launch."""
+    """Time of a pass on a GPU on which launches take 10 ms, whatever they launch."""
     return max(0.010, linear(tokens))
 
 
@@ -52,7 +52,7 @@ def test_lengths_that_were_served_are_predicted(device, noise: float) -> None:
 
 @pytest.mark.parametrize("tokens", [Span(0, 5000), Span(0, 16000), Span(8000, 16000)])
 def test_what_launches_take_does_not_distort_what_tokens_take(tokens: Span) -> None:
-    """The passes before them change nothing either."""
+    """The earlier passes change nothing either."""
     lengths = (16, 32, 64, 128, 256, 800, 3000, 8000)
     cost = served(launch_bound, 0.03, lengths).cost
     assert cost is not None
@@ -63,7 +63,7 @@ def test_what_launches_take_does_not_distort_what_tokens_take(tokens: Span) -> N
 
 
 def test_short_prompts_do_not_make_long_ones_dear() -> None:
-    """An average over tokens and layers took 25 times too long for 8,000 tokens."""
+    """An average over tokens and layers was 25 times too long for 8,000 tokens."""
     fit = served(launch_bound)
     for _ in range(1000):
         fit.add([Span(0, 16)], 0.010)
@@ -178,7 +178,7 @@ def test_a_meter_knows_what_it_has_seen() -> None:
     ],
 )
 def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(blocks, is_measured):
-    """Refreshed layers beside it would count as the block's."""
+    """Otherwise refreshed layers would count as layers of the block."""
     ran = []
     meter = Meter("cpu", 4, 96, SHAPE)
     forwards: Any = SimpleNamespace(

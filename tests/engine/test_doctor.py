@@ -1,4 +1,4 @@
-"""`droidspeak doctor`: what is well, what is not, and what to do."""
+"""`droidspeak doctor` says what works, what does not, and what to do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the search through SGLang, which takes seconds; another test has it. Files of the
+    """Leave out the search through SGLang, which takes seconds and has its own test. Files of the
     example have paths from the root."""
     monkeypatch.setattr(probe, "compare", lambda _root: ([], []))
     monkeypatch.chdir(ROOT)
@@ -90,7 +90,8 @@ LINKER = "unified-cache-external-linker-config"
 
 
 def configured(tmp_path: Path, change: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """The example with these settings and other options of SGLang; `...` leaves one out."""
+    """Write the example with these settings and other options of SGLang. `...` leaves an option
+    out."""
     options = yaml.safe_load((ROOT / "examples/receiver.yaml").read_text())
     small = {"peers": [], "host_gb": 0.01, "staging_gb": 0.01}
     options[LINKER]["linker_extra_config"] |= small | settings
@@ -101,7 +102,7 @@ def configured(tmp_path: Path, change: dict[str, Any] | None = None, **settings:
 
 
 def checked(*args: Any, **settings: Any) -> dict[str, Check]:
-    """Checks of a server that is `configured` so."""
+    """Return the checks of a server with this configuration."""
     return by_name(checks.configuration(configured(*args, **settings)))
 
 
@@ -185,7 +186,7 @@ def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(tmp_path
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_adapters_are_enabled_in_the_file(tmp_path: Path, is_enabled: bool) -> None:
-    """Profiles of adapters are then those of this server, as they are where it starts."""
+    """If they are, profiles of adapters count as this server's, as they do at its start."""
     change = {"model-path": "examples/pairs/weights/foundation", "enable-lora": is_enabled}
     profiles = ["examples/pairs/sender_lora_to_receiver_lora.json"]
     assert checked(tmp_path, change, profiles=profiles)["settings"].ok == is_enabled
@@ -270,7 +271,7 @@ def test_a_mistyped_name_is_told_with_the_right_one(tmp_path, old, new, words):
 
 
 def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any) -> dict[str, Any]:
-    """Give a server's response about this cache."""
+    """Return a server's response about this cache."""
     asked, _ = planned(**planner)
     asked.profiles, asked.off = profiles, off
     asked.failed = frozenset(pair for pair, it in profiles.items() if not it.is_usable)
@@ -282,7 +283,7 @@ def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any
 
 
 def say(info: SimpleNamespace, *args: Any, **response: Any) -> None:  # noqa: F811
-    """A server with an empty cache does this."""
+    """Answer as a server with an empty cache does."""
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state = state(cache, *args, **response)
 
@@ -306,7 +307,7 @@ def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: 
 
 
 def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> None:  # noqa: F811
-    """The handshake passes, and whatever goes to the data port is swallowed."""
+    """The handshake passes, but everything that is sent to the data port is lost."""
     address, over = Location(f"tcp://127.0.0.1:{free_port()}"), threading.Event()
     with ExitStack() as stack:
         proxy = stack.enter_context(FaultProxy(address, seed=1))
@@ -333,7 +334,7 @@ def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> Non
 
 
 def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan expects an unused link to be faster by now; a person sees the measured speed."""
+    """A plan already expects an unused link to be faster. A person sees the measured speed."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
         status = cache.status()

@@ -1,4 +1,4 @@
-"""If a thread of the server ends by an error, each waiting caller gets the error at once."""
+"""If a thread of the server ends with an error, each waiting caller gets the error at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_flush_does_not_wait_for_an_offloader_that_died(monkeypatch: pytest.Mo
 
 
 def test_hicache_threads_that_died_answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No deadline passes here."""
+    """No deadline passes in this test."""
     with cache_over(Shelf(), clock=lambda: 0.0) as cache:
         tier, pages = tier_of(cache), prompt(1)
         monkeypatch.setattr(tier, "_find", lambda *_: 1 / 0)

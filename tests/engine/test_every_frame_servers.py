@@ -1,4 +1,5 @@
-"""Every harm at every frame of a fetch between real servers: right answers, in time, no traces.
+"""Every harm at every frame of a fetch between real servers. Answers are right and in time, and
+nothing is left behind.
 
 Over the data connection a fetch has E and the KV of eight layers, a header and a payload each, and
 over ZMQ the request goes the other way. At each of these frames each fault strikes
@@ -26,11 +27,11 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 SEED = 4
 FOR_GOOD = (Fault.STALL, Fault.THROTTLE)
-"""They last as long as their connection, which the proxy cuts after the answer."""
+"""Faults that last as long as their connection. The proxy cuts it after the answer."""
 LOSSES = (Fault.DROP_MESSAGE, Fault.FLIP_BODY, Fault.TRUNCATE, Fault.RESET)
-"""After which a fetch may only land whole if it asked for the rest."""
+"""Faults after which a fetch can only be complete if it asked for the rest."""
 GROWTH_BYTES = 24 << 20
-"""Half of what one kind of harm would leave if each fetch kept its memory."""
+"""Half of the bytes that one kind of harm would leave if each fetch kept its memory."""
 
 Frames = list[tuple[Towards, int, Via]]
 
@@ -52,7 +53,7 @@ def frames(rig: Rig) -> Frames:
 
 @pytest.fixture(scope="module")
 def authors_proxy(rig: Rig) -> Iterator[FaultProxy]:
-    """The worker is away meanwhile, so that everything comes from the author."""
+    """Open the author's proxy, and shut the worker's, so that everything comes from the author."""
     rig.shelf.kill()
     rig.authors_proxy.open()
     rig.recover()
@@ -81,7 +82,7 @@ def strike_all(
     proxy: FaultProxy,
     mend: Callable[[], None] = lambda: None,
 ) -> list[Blow]:
-    """Each at a fetch of its own, with a fetch that meets nothing after each."""
+    """Strike one fetch with each harm, and after it run a fetch without a harm."""
     rig.measure_alone()
     held, resident, messages, asked = rig.held(), rig.resident(), rig.told(), rig.outcomes.copy()
     blows = []
@@ -194,7 +195,7 @@ def test_an_engine_that_sends_is_stopped(rig: Rig, authors_proxy: FaultProxy) ->
 
 
 def test_an_engine_that_sends_is_killed(rig: Rig, authors_proxy: FaultProxy) -> None:
-    """Last, because it does not come back."""
+    """This test is the last, because the engine does not come back."""
 
     def kill() -> None:
         rig.author.kill()

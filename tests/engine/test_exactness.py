@@ -40,15 +40,15 @@ CORRECTED = {
     Span(3, 5): random_correction(2),
     Span(3, 4): Correction(torch.zeros(HIDDEN), torch.zeros(HIDDEN, HIDDEN)),
 }
-"""Blocks of the profile that begin with corrected E, the last with E as it is."""
+"""Blocks of the profile. All begin with corrected E, except the last."""
 OFF = {"mode": "off"}
 ONE_FAMILY = pytest.mark.parametrize("trio", ["llama"], indirect=True, scope="module")
-"""Marks a test that no layer has to do with."""
+"""Mark of a test that does not depend on the layers' family."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def trio(request, tmp_path_factory) -> Iterator[Team]:
-    """One or two senders and a receiver of one family, each in a server of its own."""
+    """Start one or two senders and a receiver of one family, each in its own server."""
     senders = [BASE] if request.param == "qwen3" else [BASE, SECOND]
     folder = tmp_path_factory.mktemp(request.param)
     models = Checkpoints.write(folder, {}, *senders[1:], RECEIVER, kind=request.param)
@@ -91,7 +91,8 @@ def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Team) -> None:
 
 @pytest.mark.parametrize("block", CORRECTED, ids=literal)
 def test_a_block_from_corrected_e_equals_the_oracle(trio: Team, block: Span) -> None:
-    """Chunk by chunk of the prompt; a map that changes nothing gives what none would give."""
+    """The prompt is recomputed chunk by chunk. A map that changes nothing gives the same result as
+    no map."""
     tokens = prompt(200, seed=150 + list(CORRECTED).index(block))
     trio.send(BASE, tokens)
     reply = trio.receive(RECEIVER, BASE, tokens, block)
@@ -112,7 +113,8 @@ def test_a_block_from_corrected_e_equals_the_oracle(trio: Team, block: Span) -> 
 
 @ONE_FAMILY
 def test_one_batch_corrects_e_of_some(trio: Team) -> None:
-    """Each by the map of its own plan; another sender's, of the same block, by none."""
+    """Each request uses the map of its own plan. A request with another sender and the same block
+    uses none."""
     cases = [(BASE, it) for it in CORRECTED] + [(BASE, Span(2, 5)), (SECOND, Span(3, 5))]
     prompts = [prompt(140 + 21 * i, seed=170 + i) for i in range(len(cases))]
     for (sender, _block), tokens in zip(cases, prompts, strict=True):
@@ -144,7 +146,7 @@ def test_every_layer_anew_equals_the_receiver_alone(trio: Team) -> None:
 
 
 def test_own_cache_comes_back_after_a_flush(trio: Team) -> None:
-    """Sender = receiver: the same model's stored KV is exact and needs no profile."""
+    """Sender and receiver are the same model. Its stored KV is exact and needs no profile."""
     tokens = prompt(170, seed=8)
     first = trio.ask(RECEIVER, tokens, droidspeak=OFF)
     trio.watcher.wait_for(tokens, trio.models.whole[RECEIVER])
@@ -180,7 +182,7 @@ def test_own_exact_prefix_comes_before_the_senders_pages(trio: Team) -> None:
 
 @ONE_FAMILY
 def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: Team) -> None:
-    """Each time, while both servers have other things to do."""
+    """This holds each time, while both servers have other work."""
     is_over = threading.Event()
 
     def keep_busy(server: Server, seed: int) -> None:
@@ -203,7 +205,8 @@ def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: T
 
 
 def test_requests_of_one_batch_do_not_touch_each_other(trio: Team) -> None:
-    """Different blocks and senders at once, some without reuse: each answers as if alone."""
+    """The batch has different blocks and senders, and requests without reuse. Each request is
+    answered as if it were alone."""
     senders = [it for it in trio.servers if it != RECEIVER]
     cases = [
         (senders[i % len(senders)], prompt(130 + 17 * i, seed=200 + i), BLOCKS[i % len(BLOCKS)])
@@ -229,7 +232,7 @@ def test_requests_of_one_batch_do_not_touch_each_other(trio: Team) -> None:
 
 
 def test_approximate_kv_is_never_on_offer(trio: Team) -> None:
-    """Neither the reused pages, nor new tokens after them, nor a continuation of the two."""
+    """Peers see neither the reused pages, nor new tokens after them, nor a continuation of both."""
     tokens = prompt(160, seed=12)
     trio.send(BASE, tokens)
     first = trio.ask(RECEIVER, tokens, max_new_tokens=40)
@@ -246,7 +249,7 @@ def test_approximate_kv_is_never_on_offer(trio: Team) -> None:
 
 
 def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(trio):
-    """Two pages. The first prompt has loaded them, before anything was known of a head."""
+    """The head has two pages. The first prompt has loaded them, before the head was known."""
     shared = prompt(40, seed=31)
     asked = [[*shared, *prompt(120, seed=32 + number)] for number in range(4)]
     for number, (tokens, num_own, num_cached) in enumerate(
@@ -269,7 +272,8 @@ def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(t
 
 
 def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Team) -> None:
-    """A block asked for by name, with the gate off, serves its own request only."""
+    """An experiment is a block that a request names while the gate is off. Its KV serves this
+    request only."""
     tokens = prompt(160, seed=15)
     trio.send(BASE, tokens)
     trio.receive(RECEIVER, BASE, tokens, Span(0, 0))
@@ -279,7 +283,8 @@ def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Team) -> None:
 
 
 def test_mode_off_reads_exact_kv_only(trio: Team) -> None:
-    """Whatever earlier reuse has left on the device, also between the chunks of a prefill."""
+    """This holds whatever earlier reuse has left on the device, also between the chunks of a
+    prefill."""
     tokens = prompt(300, seed=19)
     trio.send(BASE, tokens)
     reused = trio.ask(RECEIVER, tokens)
@@ -296,7 +301,8 @@ def test_mode_off_reads_exact_kv_only(trio: Team) -> None:
 
 
 def test_what_is_longer_on_the_device_is_read(trio: Team) -> None:
-    """Approximate pages of a prompt, or exact ones, by those who have no reason to want either."""
+    """The longer prefix may be approximate or exact. Requests without a reason to prefer one read
+    it."""
     tokens, longer = prompt(160, seed=20), [*prompt(160, seed=20), *prompt(100, seed=21)]
     trio.send(BASE, tokens)
     trio.ask(RECEIVER, tokens)
@@ -312,8 +318,8 @@ def test_what_is_longer_on_the_device_is_read(trio: Team) -> None:
 
 
 def test_twins_say_what_they_read(trio: Team) -> None:
-    """Sent at once for a document that only the sender has; one loads it, and the others find it on
-    the device."""
+    """Several requests for a document that only the sender has are sent at once. One loads it, and
+    the others find it on the device."""
     tokens = prompt(160, seed=23)
     trio.send(BASE, tokens)
     before = num_counted(trio.servers[RECEIVER])
@@ -331,7 +337,7 @@ def told_of(reply: Answer) -> tuple[str, int, bool]:
 
 
 def test_a_new_grammar_costs_no_reuse(trio: Team) -> None:
-    """SGLang compiles it while the request waits in a queue of its own."""
+    """SGLang compiles the grammar while the request waits in another queue."""
     tokens = prompt(160, seed=16)
     trio.send(BASE, tokens)
     for attempt in range(3):
@@ -355,7 +361,8 @@ def test_samples_of_one_prompt_say_what_was_reused(trio: Team) -> None:
 
 
 def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(trio: Team) -> None:
-    """No request asked for these: no label tells them apart, so there is none."""
+    """No label can tell such samples from SGLang's own prefill, which no request asked for. So they
+    have no label."""
     before = num_counted(trio.servers[RECEIVER])
     replies = trio.servers[RECEIVER].generate(
         prompt(160, seed=19), max_new_tokens=0, sampling_params={"n": 2, "temperature": 0.7}
@@ -382,20 +389,20 @@ def test_health_probes_are_not_counted(trio: Team) -> None:
 
 
 def num_counted(server: Server) -> float:
-    """Requests in all outcomes together."""
+    """Return the number of requests over all outcomes."""
     samples = scraped(f"{server.url}/metrics").items()
     return sum(value for (name, *_), value in samples if name == "droidspeak:requests_total")
 
 
 @dataclass
 class Load:
-    """A random mixture of requests of all kinds about a few documents, many at a time."""
+    """A random mixture of all kinds of requests about a few documents, many at a time."""
 
     trio: Team
     documents: Sequence[list[int]]
     num_sent: int = 0
     read: list[tuple[int, Answer]] = field(default_factory=list)
-    """Document and answer of those that say how likely their tokens were."""
+    """Document and answer of each request that returned log-probabilities of its tokens."""
 
     def send(self, random: Random, number: int) -> None:
         document = random.randrange(len(self.documents))

@@ -141,7 +141,7 @@ SQL = SimpleNamespace(lora_name="sql", lora_path="/adapters/my sql")
 
 
 def with_an_adapter(labels: Labels) -> Answers:
-    """A base R and an adapter of unknown worth, on which nothing is reused."""
+    """A base R, with an adapter of unknown content. Such an adapter reuses nothing."""
     asked = answers(labels)
     asked._lora_refs = {"1": SQL}  # type: ignore[dict-item]
     asked._planner = SimpleNamespace(  # type: ignore[assignment]
@@ -228,7 +228,7 @@ def test_who_has_many_to_choose_from_takes_the_room_of_others(labels: Labels) ->
 
 
 def test_what_a_retracted_request_is_planned_from_anew_changes_nothing(labels: Labels) -> None:
-    """It was answered, and is explained by what its answer was made of."""
+    """The request has been answered. It is explained by the KV that its answer was made of."""
     req = answered(labels, "r1", RequestProvenance(outcome="no_match"))
     consider(req, Considered(DEMAND, [match(S)], MEASURED))
     assert ask(labels, request_id="r1")["ways"] == []
@@ -266,7 +266,8 @@ def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
 
 @pytest.fixture
 def server() -> Iterator[SimpleNamespace]:
-    """SGLang's with this extension: what it is asked and says, by path."""
+    """Run a stand-in for SGLang's server with this extension. It has questions and answers by
+    path."""
     state = SimpleNamespace(asked={}, says={}, status=200)
 
     def answer(path: str, question: Any) -> tuple[int, object]:

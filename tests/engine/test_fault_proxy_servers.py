@@ -34,15 +34,15 @@ DEADLINE_S = 2.0
 MARGIN_S = 1.0
 RECOVERY_S = 20.0
 FETCH_BYTES = whole_pages(NUM_TOKENS) * (4 * 2 * 2 * 64 * 4 + 256 * 4)
-"""KV of four layers with two heads of 64, and E of 256, in float32."""
+"""Bytes of a fetch: KV of four layers with two heads of 64, and E of 256 numbers, in float32."""
 _FOR_GOOD = (Fault.STALL, Fault.THROTTLE)
-"""The silence that ends the connection is longer than the deadline here; all others are over at
-once, or missed at the next heartbeat, and the rest of the fetch is asked for."""
+"""Faults that end only with a silence longer than the deadline here. All other faults end at once,
+or are noticed at the next heartbeat. Then the rest of the fetch is requested."""
 
 
 @dataclass(frozen=True)
 class Proxied:
-    """Two servers of one model, and who is between them."""
+    """Two servers of one model, and the proxy between them."""
 
     pair: Pair
     proxy: FaultProxy
@@ -50,12 +50,13 @@ class Proxied:
     """Layer at which the sender offers E."""
 
     def ask(self) -> Answer:
-        """Ask for the sender by name; otherwise no layer of a model's own KV is recomputed."""
+        """Ask for the sender by its id. Without this, no layer of a model's own KV is
+        recomputed."""
         sender = read_model_identity(self.pair.sender.spec.model).model_id
         return self.pair.ask(self.tokens, droidspeak={"block": BLOCK, "sender": sender})
 
     def held(self) -> tuple[int, int]:
-        """Descriptors and threads of both servers."""
+        """Return descriptors and threads of both servers."""
         groups = (self.pair.sender.pid, self.pair.receiver.pid)
         return sum(map(num_descriptors, groups)), sum(map(num_threads, groups))
 
@@ -89,9 +90,10 @@ def is_reused(reply: Answer) -> bool:
 
 
 def strikes(counts: dict[Towards, int]) -> list[Strike]:
-    """Every fault once at payloads, and some at what the peer says, at frames of one fetch.
+    """Return strikes at frames of one fetch: every fault once at payloads, and some faults at the
+    peer's messages.
 
-    Not at the last ones: how many pings there are differs from fetch to fetch.
+    The last frames are left out, because the number of pings differs from fetch to fetch.
     """
     chance = random.Random(SEED)
     chosen = [(fault, Towards.PEER) for fault in Fault]

@@ -1,4 +1,5 @@
-"""After every fault the answer is the full prefill's, in bounded time, and other requests go on."""
+"""After every fault the answer equals the full prefill's, in bounded time, and other requests
+continue."""
 
 from __future__ import annotations
 
@@ -51,12 +52,13 @@ pytestmark = [pytest.mark.server, pytest.mark.alone]
 LINK_MB_S = 2.0
 DEADLINE_S = 3.0
 BYTES_PER_TOKEN = 6 * 2 * 2 * 64 * 4
-"""KV of six layers of two heads of 64 in float32."""
+"""Bytes of one token: KV of six layers with two heads of 64, in float32."""
 
 
 @dataclass
 class Silent:
-    """A worker of its own with the receiver's KV of one prompt, and how it comes not to answer."""
+    """A worker of its own that has the receiver's KV of one prompt, and a way in which it stops
+    answering."""
 
     tokens: list[int]
     shelf: Shelf
@@ -65,7 +67,7 @@ class Silent:
 
     @contextmanager
     def by(self, cause: str) -> Iterator[None]:
-        """It does not answer what is asked meanwhile."""
+        """Let the worker stop answering inside the block."""
         if cause == "black hole":
             self.proxy.arm(Strike(Fault.STALL, Towards.PEER, 0, Via.DATA))
             yield
@@ -129,7 +131,7 @@ def silent_in(folder: Path, family: Family, model: Path, tokens: list[int]) -> I
 class Pair(server_parts.Pair):
     stalling: StallingWorker
     replica: StallingWorker
-    """Offers the receiver's own KV."""
+    """A worker that offers the receiver's own KV."""
     silent: Silent
     collector: Collector
 
@@ -140,7 +142,7 @@ class Pair(server_parts.Pair):
         return [it for it in spans if it.trace_id in roots]
 
     def trace(self, reply: Answer, *names: str) -> list[Collected]:
-        """Its spans of these names, one each, once they have come and so has its root."""
+        """Return one span for each of these names, once all of them and the root have arrived."""
         eventually(lambda: set(names) <= {it.name for it in self.spans(reply)})
         by_name = {name: [it for it in self.spans(reply) if it.name == name] for name in names}
         assert all(len(spans) == 1 for spans in by_name.values()), by_name
@@ -217,7 +219,8 @@ def test_deadline(pair: Pair) -> None:
 
 
 def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
-    """Predicted to arrive during the recompute, and then it does not: the prefix is prefilled."""
+    """The layer is predicted to arrive during the recompute. It does not, so the prefix is
+    prefilled."""
     alone = pair.alone(pair.stalling.tokens)
     for _ in range(3):
         pair.receiver.flush()
@@ -238,7 +241,7 @@ def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
 
 
 def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
-    """Unless a request asked for that block by name; well before the deadline."""
+    """The link is given up well before the deadline, unless a request names the block."""
     alone = pair.alone(pair.replica.tokens)
     reply = answer(pair.receiver, pair.replica.tokens)
     assert reply.provenance["outcome"] == "fallback: SlowLink"
@@ -248,13 +251,14 @@ def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
 
 @pytest.mark.parametrize("cause", ["stopped", "black hole", "killed"])
 def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(pair, cause):
-    """A full prefill at most, as it would save no more, and after some such fetches nothing."""
+    """The cost is at most a full prefill, which is all that reuse could save. After some such
+    fetches there is no cost."""
     tokens = pair.silent.tokens
     by_name = {"block": "none", "sender": read_model_identity(pair.models["receiver"]).model_id}
     alone = [pair.alone(tokens) for _ in range(3)]
 
     def is_worth_it() -> bool:
-        """Whether the server, which measures the link by what it reads, chooses it by itself."""
+        """Whether the server chooses reuse by itself. It measures the link by its own reads."""
         pair.receiver.flush()
         answer(pair.receiver, tokens, droidspeak=by_name)
         return pair.ask(tokens).provenance["outcome"] == "reused"
@@ -305,7 +309,7 @@ class Sending:
 
 
 def test_abort_while_the_fetch_runs(pair: Pair) -> None:
-    """Aborted often enough that a leak of staging, slots or leases would show."""
+    """The test aborts often enough to show a leak of staging, slots or leases."""
     tokens = prompt(600, seed=4)
     pair.send(tokens)
     for attempt in range(4):
@@ -317,7 +321,8 @@ def test_abort_while_the_fetch_runs(pair: Pair) -> None:
             reply.exception()
 
     def reused() -> Answer | None:
-        """Bytes sent for aborted requests may delay the first fetch after them."""
+        """Wait until a request reuses. Bytes that were sent for aborted requests may delay the
+        first fetch."""
         pair.receiver.flush()
         reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
         return reply if reply.provenance["outcome"] == "reused" else None
@@ -357,7 +362,7 @@ def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
 
 
 def test_metrics(pair: Pair) -> None:
-    """Each rises by what the request was told."""
+    """Each metric rises by the values that the request was told."""
     tokens, metrics = prompt(160, seed=10), f"{pair.receiver.url}/metrics"
     pair.send(tokens)
     before = scraped(metrics)
@@ -415,7 +420,8 @@ def test_a_request_is_told_in_its_trace(pair: Pair) -> None:
 
 
 def test_sender_stalls(pair: Pair) -> None:
-    """Stopped for a while at different moments: reused or prefilled, the answer is exact."""
+    """The sender is stopped for a while at different moments. The answer is exact, whether it was
+    reused or prefilled."""
     tokens = prompt(700, seed=7)
     alone = pair.alone(tokens)
     pair.send(tokens)
@@ -424,7 +430,7 @@ def test_sender_stalls(pair: Pair) -> None:
     scheduler = os.getpgid(pair.sender.pid)
     outcomes = set()
     num_bytes = 2 * whole_pages(700) * BYTES_PER_TOKEN // 6
-    """KV of one layer, and E, which is as large."""
+    """Bytes of KV of one layer, and of E, which is equally large."""
     for share in (0.0, 0.25, 0.5, 0.75):
         eventually(lambda: is_offered(pair, tokens))
         sending = Sending(pair)
@@ -447,7 +453,7 @@ def test_sender_stalls(pair: Pair) -> None:
 
 
 def is_offered(pair: Pair, tokens: list[int]) -> bool:
-    """Whether the receiver, which left the sender alone after its stalls, asks it again."""
+    """Whether the receiver, which left the sender alone after its stalls, asks the sender again."""
     pair.receiver.flush()
     reply = answer(pair.receiver, tokens[:160], droidspeak={"block": "2:4"})
     pair.receiver.flush()
@@ -462,7 +468,8 @@ def test_a_server_tells_how_its_peers_are_doing(pair: Pair, capsys: pytest.Captu
 
 
 def test_sender_killed_in_mid_stream(pair: Pair) -> None:
-    """Last, because the sender does not come back, although the fetch waits for it."""
+    """The fetch waits for the sender. This test is the last, because the sender does not come
+    back."""
     tokens = prompt(600, seed=8)
     alone = pair.alone(tokens)
     pair.send(tokens)

@@ -1,4 +1,4 @@
-"""A fleet's file: what it means, and what is refused before anything is started."""
+"""The file of a fleet: its meaning, and errors that are found before anything is started."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def test_a_program_is_ready_once_its_port_answers(tmp_path: Path) -> None:
 
 
 def test_what_a_program_left_when_it_ended_ends_with_the_fleet(tmp_path: Path) -> None:
-    """A wrapper that goes first; `droidspeak up` takes what has ended out of its list."""
+    """The program is a wrapper that ends before its child. `droidspeak up` removes programs that
+    have ended from its list."""
     left, go = tmp_path / "pid", tmp_path / "go"
     serve = f"{sys.executable} -m http.server {(port := servers.free_port())} --bind 127.0.0.1"
     command = ("sh", "-c", f"{serve} & echo $! > {left}; until [ -e {go} ]; do sleep 0.1; done")
@@ -154,12 +155,12 @@ def test_what_a_program_left_when_it_ended_ends_with_the_fleet(tmp_path: Path) -
 
 
 def ended(pid: int) -> None:
-    """Wait for the end of another process's child; its new parent may be late to collect it."""
+    """Wait until a child of another process has ended. Its new parent may collect it late."""
     eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10)
 
 
 def test_what_a_fleet_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """Keys are in configurations, prompts in logs; of an earlier run, too."""
+    """Configurations contain keys, and logs contain prompts. Files of an earlier run count, too."""
     spec = WorkerSpec(config={"family": FAMILY, "cache": {"worker": {"listen": "no"}}})
     umask = os.umask(0o022)
     try:
@@ -304,7 +305,7 @@ def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
 def test_servers_of_one_device_start_one_after_the_other(
     tmp_path, monkeypatch, options: dict[str, str], env: dict[str, str], order: list[str]
 ) -> None:
-    """SGLang would take for its own KV what another one has not yet taken."""
+    """Otherwise SGLang would take memory for its own KV that another server is about to use."""
     happened: list[str] = []
 
     class Started:

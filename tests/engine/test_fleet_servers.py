@@ -28,7 +28,7 @@ MARGIN_S = 6.0
 """Seconds for full prefills of seven processes on two cores."""
 DATA = ROOT / "examples" / "pairs" / "data" / "held_out.jsonl"
 QUESTIONS = [prompt_of(record) for record in read_records(DATA)[::3]]
-"""One about each document."""
+"""Questions, one about each document."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cluster:
         ).num_pages
 
     def read(self, name: str, text: str, *workers: str) -> None:
-        """Have an engine read a text, and wait until workers have it."""
+        """Have an engine read a text. Wait until the workers have it."""
         before = {worker: self.num_pages(worker) for worker in workers}
         self.server(name).generate(text, max_new_tokens=1)
         for worker in workers:
@@ -68,7 +68,7 @@ class Cluster:
 @dataclass(frozen=True, kw_only=True)
 class WorkerElsewhere(WorkerSpec):
     wrapper: tuple[str, ...]
-    """Words before a command that run it there."""
+    """Words before a command that run it in the network."""
 
     def words(self, folder: Path) -> Sequence[str]:
         return (*self.wrapper, *super().words(folder))
@@ -85,7 +85,7 @@ class ServerElsewhere(ServerSpec):
 def networked(
     network: Namespaces, folder: Path
 ) -> tuple[list[Any], dict[str, str], dict[str, Party]]:
-    """The example's specifications, where every process is another machine, and has keys."""
+    """Return the example's specifications. Every process runs on another machine, and has keys."""
     fleet = read_fleet(ROOT / "examples" / "fleet.yaml")
     parties = {name: new_party(folder / "keys", name) for name in network.names}
     shown = {name: it["cache"]["worker"]["listen"] for name, it in fleet.workers.items()}
@@ -97,7 +97,7 @@ def networked(
     }
 
     def reached(addresses: Sequence[str]) -> dict[str, str]:
-        """Their addresses in the network, with the public key of each."""
+        """Return the workers' addresses in the network, with the public key of each."""
         links = (moved[it] for it in addresses)
         return {address: parties[name].pair.public for name, address in links}
 

@@ -1,4 +1,5 @@
-"""The drift guard of a real pair, healthy and with a drifted sender. `make real` first."""
+"""The drift guard of a real pair: healthy, and with a sender that has drifted. Run `make real`
+first."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ MADE = ROOT / "build/real"
 SENDER, RECEIVER = MADE / "base", MADE / "merged/questions"
 PROFILE = ROOT / "examples/real/base_to_questions.json"
 BLOCK = (6, 24)
-"""A plan of that profile."""
+"""Block of one plan of the pair's profile."""
 TV_BOUND = 0.125
-"""What is known of it as long as its profile does not say: of the first 42 held-out documents."""
+"""Bound of the plan's distance, measured on the first 42 held-out documents. The profile does not
+have one yet."""
 NUM_HEALTHY = 2
-"""Documents, of three questions each."""
+"""Number of documents, each with three questions."""
 NUM_DRIFTED = 6
 
 pytestmark = [
@@ -57,7 +59,8 @@ def pair_of(receiver: Server, sender: Path) -> WatchedPair:
 
 
 def compared(receiver: Server, sender: Path, asked: Sequence[Sequence[int]]) -> WatchedPair:
-    """After all of these reused and were compared, or the pair is out of service."""
+    """Ask all of these. Return once all were reused and compared, or once the pair is out of
+    service."""
     for num, tokens in enumerate(asked, 1):
         receiver.flush()
         provenance = Answer(receiver.generate(tokens, max_new_tokens=8)).provenance
@@ -77,7 +80,8 @@ def num_shadows(pair: WatchedPair) -> int:
 
 
 def test_a_healthy_pair_stays_in_service_and_a_drifted_sender_does_not(tmp_path: Path) -> None:
-    """Half of the way to random weights, under a profile of the sender that it was."""
+    """The drifted sender is half of the way to random weights, under the profile of the sender
+    before."""
     drifted = of_another_sender(tmp_path, partial(a_quarter_away, share=0.5), SENDER)
     profile = read_profile(PROFILE)
     (plan,) = (it for it in profile.blocks if (it.start, it.stop) == BLOCK)

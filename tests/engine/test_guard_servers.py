@@ -1,4 +1,4 @@
-"""The drift guard of real servers: what it sees, when it raises an alarm, and what follows."""
+"""The drift guard of real servers: its comparisons, its alarms, and the consequences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IDLE_S = 0.2
 
 
 def prompts(task: str = "biographies", num: int = 24) -> list[list[int]]:
-    """One of each document."""
+    """Return one prompt about each document."""
     tokenizer = load_tokenizer(ModelSource(path=RECEIVER))
     records = make_records("fresh", seed=77, num_wanted=num, task=task)[::QUESTIONS_PER_DOCUMENT]
     texts = [f"<bos> {it.context} {it.input}" for it in records]
@@ -55,7 +55,7 @@ class Pair:
         self.sender, self.receiver, self.address = sender, receiver, address
 
     def read(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Have the sender read them, and the receiver know."""
+        """Have the sender read these prompts, and wait until the receiver knows its pages."""
         watcher = Watcher(RECEIVER, [self.address])
         for tokens in prompts:
             self.sender.generate(tokens, max_new_tokens=1)
@@ -80,8 +80,9 @@ class Pair:
         return bool(pair["plans"]) and not pair["num_left"]
 
     def requests_until_off(self, asked: list[list[int]], **options: Any) -> int:
-        """Reused ones; those asked for are gone from the list. Between them the server is idle for
-        a moment, as a comparison makes way for whoever asks."""
+        """Count reused requests until all plans are out of service. Prompts that were asked are
+        removed from the list. Between two requests the server is idle for a moment, because a
+        comparison makes way for requests."""
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda it: self.sender.generate(it, max_new_tokens=1), asked))
         eventually(lambda: self.ask(asked.pop(), **options).provenance["outcome"] == "reused")
@@ -123,9 +124,9 @@ def served(
 
 
 def let_through(folder: Path, *bad: tuple[int, int]) -> Path:
-    """A profile of the pair that says of these blocks, against all evidence, that they are good.
+    """Write a profile of the pair that calls these blocks good, against all evidence.
 
-    What is known of how far away they are, it says.
+    It also states their known distances.
     """
     good = read_profile(PROFILE)
     (everything,) = [it for it in good.blocks if len(it.block) == good.receiver.num_layers]
@@ -163,7 +164,7 @@ def test_a_plan_that_loses_more_than_allowed_is_taken_out_of_service(tmp_path, c
 
 
 def of_another_sender(folder: Path, change: Change, sender: Path = SENDER) -> Path:
-    """The same one, with other weights."""
+    """Write the same profile for a sender with other weights."""
     shutil.copytree(sender, folder / "changed")
     weights = load_file(sender / "model.safetensors")
     config = LlamaConfig.from_pretrained(sender)
@@ -174,7 +175,7 @@ def of_another_sender(folder: Path, change: Change, sender: Path = SENDER) -> Pa
 def a_quarter_away(
     weights: dict[str, Tensor], _config: LlamaConfig, share: float = 0.25
 ) -> dict[str, Tensor]:
-    """From each matrix towards a random one of the same size."""
+    """Move each matrix by a share of the way towards a random matrix of the same size."""
     random = torch.Generator().manual_seed(0)
     return {
         name: torch.lerp(it, (torch.randn(it.shape, generator=random) * it.std()).to(it), share)
@@ -185,7 +186,7 @@ def a_quarter_away(
 
 
 def in_coordinates_of_its_own(weights: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """It answers as well as the one that its profile was made of."""
+    """Change the sender's coordinates. It answers as well as the sender that the profile is of."""
     return in_other_coordinates(weights, config, seed=1)
 
 
@@ -199,10 +200,10 @@ def in_coordinates_of_its_own(weights: dict[str, Tensor], config: LlamaConfig) -
     ],
 )
 def test_drift_is_found_within_200_reused_requests(change, task, tmp_path):
-    """By what the shipped profile allows; one in twenty is compared at first. Afterwards answers
-    are full prefill's.
+    """The shipped profile states the allowed distance. At first one request in twenty is compared.
+    After the alarm, answers are full prefill's.
 
-    The int4 codec is no drift of this pair: its mean distance of .021 is what is allowed anyway.
+    The int4 codec does not count as drift for this pair: its mean distance of .021 is allowed.
     """
     sender = SENDER if change is None else of_another_sender(tmp_path, change)
     profile = let_through(tmp_path, (2, 5))
@@ -229,7 +230,8 @@ def test_drift_is_found_within_200_reused_requests(change, task, tmp_path):
 def test_a_bad_pair_that_was_let_through_is_taken_out_of_service_within_200_requests(
     plans: list[tuple[int, int]], controls: dict[str, Any], num_ranks: int, tmp_path: Path
 ) -> None:
-    """It did not pass its gate, and `gate: none`; one in twenty is compared."""
+    """The pair did not pass its gate, and the server has `gate: none`. One request in twenty is
+    compared."""
     profile = let_through(tmp_path, *plans)
     failed = msgspec.structs.replace(read_profile(profile), passed=False, reason="it is bad")
     write_profile(failed, profile)

@@ -1,4 +1,4 @@
-"""The outcome reaches every client as headers, streamed or not."""
+"""Every client gets the outcome in headers, for streamed answers and others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS, SOURCE = "x-vsr-kv-transfer-status", "x-vsr-kv-source-pod"
 
 
 async def replies(_manager: Any, asked: Any, _request: Any = None) -> AsyncIterator[Any]:
-    """Two replies; the label is in both, as SGLang streams them."""
+    """Yield two replies. Both have the label, as in SGLang's streams."""
     obj = asked.labels
     for _ in range(2):
         if isinstance(obj, list):

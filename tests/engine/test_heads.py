@@ -35,7 +35,7 @@ from sglang_droidspeak.store.pool import Held
 
 
 def pages(*tokens: int) -> list[PageHash]:
-    """A page for each token."""
+    """Return a page for each token."""
     return page_hashes(tokens, 1)
 
 
@@ -80,7 +80,7 @@ def test_what_is_known_of_prompts_is_bounded_and_a_used_head_stays() -> None:
 
 
 ASKED = replace(DEMAND, first_approximate=0, num_head=3)
-"""A prompt of ten pages, of which three are a head; in full a page takes 160 ms."""
+"""Demand of a prompt of ten pages, three of which are a head. A page takes 160 ms in full."""
 
 
 def test_a_plan_begins_behind_the_head_and_its_price_has_the_head() -> None:
@@ -114,7 +114,7 @@ def test_a_prompt_that_is_hardly_longer_than_its_head_is_too_short() -> None:
 
 
 def prompt_of(planner: Any, seed: int, **fields: Any) -> Any:
-    """Two pages that all share, and two of its own."""
+    """Return a prompt with two pages that all prompts share, and two pages of its own."""
     own = range(1000 * seed, 1000 * seed + 2 * PLANNED_PAGE + 1)
     tokens = [*range(2 * PLANNED_PAGE), *own]
     req = request_of(tokens, **fields)
@@ -147,7 +147,7 @@ BEHIND = replace(PLAN, head=Span(0, 1), pages=Span(1, NUM_PAGES))
 
 @pytest.mark.parametrize("num_there", [0, 1])
 def test_slots_of_a_head_are_computed_and_the_others_loaded(num_there: int) -> None:
-    """The head that the device has by then is not computed again."""
+    """A head that the device has by then is not computed again."""
     cache, req = Asked(), request()
     planner = planner_of(plan=BEHIND, patience=Patience(saving_s=1.0))
     waiting, _ = waiting_with(cache, planner=planner)
@@ -181,7 +181,7 @@ def test_a_step_counts_a_head_in_full_and_never_loads_a_head_only() -> None:
 
 @pytest.mark.parametrize(("num_approximate", "reads"), [(2, False), (3, True)])
 def test_a_request_for_which_the_device_has_a_head_only_computes_exact_kv(num_approximate, reads):
-    """Others may then read all of it."""
+    """So other requests may read all of its pages."""
     cache, req = Asked(held=Held(0, num_approximate)), request()
     waiting, _ = waiting_with(cache)
     waiting._planner.plan = lambda *_: Declined("no_match")

@@ -1,4 +1,4 @@
-"""Caches that share nothing but a HiCache backend: what comes back, and what may go wrong."""
+"""Caches that share only a HiCache backend: pages that are found again, and possible faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
 from sglang_droidspeak.hicache.lane import AbsentPages, Piece
 
 NUM_OBJECTS = 8 * 5
-"""Bytes of a prompt of eight pages: KV of four layers, E of one."""
+"""Number of objects of a prompt of eight pages: KV of four layers, and E of one."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def no_directory_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches that are late are another file's."""
+    """Let searches wait without a limit. Another file tests late searches."""
     monkeypatch.setattr(tier, "WAIT_S", 10.0)
 
 
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_a_miss(tmp_path, harm, counted, page):
 
 
 def test_who_reads_is_told_before_all_that_is_lost_with_it_is_forgotten(tmp_path, monkeypatch):
-    """The queue may be long, and its time is not the backend's."""
+    """The reader's queue may be long, and its time is not the backend's."""
     pages, may_forget = prompt(0), threading.Event()
     forget = RemoteEntries.drop_in_slices
 
@@ -267,7 +267,7 @@ def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path
 @pytest.mark.parametrize("num_known", [0, 8])
 @pytest.mark.parametrize("num_loaded", [8, 12])
 def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded: int, num_known: int) -> None:
-    """Store pages as a server stores its own."""
+    """Pages are stored as a server stores its own."""
     shelf, pages = Shelf(), prompt(0, 12)
     with cache_over(shelf) as sender:
         store_and_wait(sender, pages[:8])
@@ -281,7 +281,8 @@ def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded: int, num_
 
 @pytest.mark.parametrize("lost_layer", [0, FAMILY.num_layers - 1])
 def test_pages_that_are_not_whole_are_not_found_and_are_written_again(tmp_path, lost_layer):
-    """The first written goes first from a backend that drops the oldest; the last, in a crash."""
+    """A backend that drops its oldest objects drops the first written page first. In a crash, the
+    last one is lost."""
     pages = prompt(0)
     with open_cache(tmp_path) as first:
         store_and_wait(first, pages)

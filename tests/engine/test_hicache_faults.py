@@ -1,4 +1,4 @@
-"""HiCache backends that lie, raise, fill up or hang."""
+"""HiCache backends that return wrong bytes, raise errors, fill up or hang."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_backend_that_raises_is_left_alone() -> None:
 
 
 def test_what_could_not_be_written_is_written_with_what_comes_after_it() -> None:
-    """Otherwise no prompt that begins with it would match while it is in memory."""
+    """Otherwise no prompt that begins with these pages would match while they are in memory."""
     shelf, pages = Failing(), prompt(0)
     with cache_over(shelf) as cache, cache_over(shelf) as other:
         shelf.fails = True
@@ -159,7 +159,7 @@ def test_an_entry_that_takes_longer_than_its_lease_is_written_part_by_part(monke
 
 
 def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> None:
-    """Here it has come again, without E."""
+    """In this test the entry has been stored again, without E."""
     shelf = Hanging()
     shelf.hangs_at = "write"
     with cache_over(shelf) as cache:

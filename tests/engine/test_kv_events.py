@@ -52,8 +52,8 @@ HOST = StorageMedium.CPU.value
 
 
 class Index:
-    """An indexer's view: for each medium and block, the tokens of the prompt up to the block's
-    end."""
+    """An index as a follower keeps it: for each medium and block, the tokens of the prompt up to
+    the block's end."""
 
     def __init__(self, port: int) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
@@ -67,7 +67,7 @@ class Index:
         self.tiers: dict[str, dict[int, tuple[int, ...]]] = {it.value: {} for it in StorageMedium}
 
     def receive(self) -> None:
-        """One batch."""
+        """Receive one batch of events."""
         _topic, number, payload = self._socket.recv_multipart()
         assert int.from_bytes(number, "big") >= self.num_batches
         self.num_batches = int.from_bytes(number, "big") + 1
@@ -107,7 +107,7 @@ class Index:
 
 
 class Keeper:
-    """A cache, and the events of what an offloader stores in it."""
+    """A cache, with the events about entries that an offloader stores in it."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
@@ -164,7 +164,7 @@ def published(port: int, replay: int) -> Iterator[ZmqEventPublisher]:
 
 
 def prompts(random: Random) -> Iterator[list[int]]:
-    """Some go on from where others are."""
+    """Make prompts. Some continue others."""
     known: list[list[int]] = [[]]
     while True:
         begun = random.choice(known)
@@ -176,8 +176,8 @@ def prompts(random: Random) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_index_has_what_memory_has(keeper: Keeper, seed: int) -> None:
-    """Stores and evictions in any order, through SGLang's publisher and a socket; and who comes
-    late asks for what it has missed."""
+    """Stores and evictions come in any order, through SGLang's publisher and a socket. A follower
+    that joins late asks for the events that it has missed."""
     random, tree = Random(seed), keeper.cache.tree
     port, replay = free_port(), free_port()
     stored: dict[tuple[int, ...], PageHash] = {}
@@ -240,7 +240,8 @@ def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRA
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("is_dynamos", [False, True])
 def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamos: bool) -> None:
-    """The base model is not named: its KV would seem removed with the adapter's."""
+    """The base model is not named. Otherwise its KV would count as removed together with the
+    adapter's."""
     names, tokens = KvEventLoraNames(), prompt(2 * PAGE, seed=1)
     names.register(lora_id=ADAPTER.lora_id, lora_name=ADAPTER.lora_name)
     tree = sglang_tree(
@@ -276,8 +277,8 @@ def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamo
 
 
 def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
-    """Private entries cause no event, nor do entries that are added during another one's
-    storing."""
+    """Private entries cause no event. Entries that are added while another one is stored cause none
+    either."""
     tokens = prompt(5 * PAGE, seed=1)
     keeper.store(tokens, None)
     keeper.fill(page_hashes(prompt(4 * PAGE, seed=2)))
@@ -329,7 +330,8 @@ def test_while_nobody_takes_events_only_so_many_wait(keeper, monkeypatch):
 @pytest.mark.server
 @pytest.mark.slow
 def test_a_server_tells_of_its_memory_beside_its_device(tmp_path: Path) -> None:
-    """The memory takes two of the prompts; what it says of each is what the index has."""
+    """The memory has room for two of the prompts. The index has exactly the pages that the memory's
+    events name."""
     (model,) = write_models(
         tmp_path, shape("llama", layers=4, hidden=256, heads=4, kv_heads=2), ["model"]
     )

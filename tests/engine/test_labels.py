@@ -32,7 +32,7 @@ from sglang_droidspeak.request.report import Labels, must_stay_exact
 
 
 class Counts:
-    """Stands for the metrics."""
+    """A stand-in for the metrics."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class Counts:
 
 
 request = partial(in_queue, extend_end=3)
-"""One that has been admitted."""
+"""Make a request that has been admitted."""
 
 
 def reused(**fields: Any) -> RequestProvenance:
@@ -99,7 +99,8 @@ def test_an_answer_names_the_sender_where_the_server_knows_its_name(counts: Coun
 
 @pytest.mark.parametrize("is_approximate", [False, True])
 def test_it_is_exact_where_what_it_read_was(labels, counts, is_approximate):
-    """Whatever became of its plan: where it reads there may be another's."""
+    """The outcome of its plan does not matter: KV in the namespace that it reads may be another
+    model's."""
     req = request()
     labels.note(req, RequestProvenance(outcome="no_match"))
     prefixes.move(req, approximate=is_approximate)
@@ -123,7 +124,7 @@ def test_the_servers_own_requests_are_told_and_not_counted(labels, counts, num_a
     [("Starting", True, False), ("Up", True, True), ("Starting", False, True)],
 )
 def test_requests_of_sglangs_warm_up_are_not_counted(labels, counts, status, has_http, is_counted):
-    """SGLang marks them by nothing but its status; without HTTP that is never Up."""
+    """SGLang marks them only by its status. Without HTTP the status never becomes Up."""
     manager, sent = SimpleNamespace(server_status=ServerStatus[status]), object()
     alone = {"temperature": 0, "custom_params": {KEY: {"mode": "off"}}}
     for params in (alone, [{"temperature": 0}, alone.copy()], None, "x"):
@@ -230,7 +231,7 @@ def test_what_was_aborted_after_it_read_says_so_and_is_counted_as_aborted(labels
 
 
 def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labels) -> None:
-    """It reads in the namespace of exact KV, and leaves nothing there."""
+    """An experiment reads in the namespace of exact KV, and leaves nothing there."""
     req = request()
     labels.note(req, reused(exact=False))
     labels.report([req])
@@ -240,7 +241,8 @@ def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labe
 
 @pytest.mark.parametrize(("extend_end", "is_exact"), [(None, True), (2, False)])
 def test_what_was_aborted_before_it_read_anything_is_exact(labels, counts, extend_end, is_exact):
-    """This holds in the queue. In the middle of its prefill it has read KV of SGLang's tree."""
+    """A request in the queue has read nothing. A request in the middle of its prefill has read KV
+    of SGLang's tree."""
     req = request(extend_end=extend_end)
     prefixes.move(req, approximate=True)
     prefixes.note_approximate(req, 2)
@@ -260,8 +262,8 @@ def test_health_probes_are_nobodys_requests(labels: Labels, counts: Counts) -> N
 
 
 def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Counts) -> None:
-    """SGLang prefills the prompt of `n` above 1 in a request of its own, and answers with others
-    that find it on the device."""
+    """If `n` is above 1, SGLang prefills the prompt in a request of its own. Other requests answer,
+    and find the KV on the device."""
     warming, samples = request(n=2, max_new_tokens=0), [request(n=2), request(n=2)]
     labels.note(warming, reused(exact=False))
     prefixes.move(warming, approximate=True)
@@ -279,7 +281,7 @@ def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Count
 
 
 def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: Counts) -> None:
-    """The other requests do not have the KV that an experiment has loaded for the first."""
+    """An experiment loads KV only for the first request, so the others do not have it."""
     warming, sample = request(n=2, max_new_tokens=0), request(n=2)
     labels.note(warming, reused(exact=False))
     labels.report([warming])
@@ -316,7 +318,7 @@ def test_a_sample_says_what_was_read_by_its_own_controls(labels: Labels, counts:
 
 
 def ask(labels: Labels, mode: str, provenance: RequestProvenance, max_new_tokens: int = 8) -> Any:
-    """One of several samples, or what SGLang prefills for all."""
+    """Make one of several samples, or the request that SGLang prefills for all of them."""
     req = request(n=2, max_new_tokens=max_new_tokens)
     req.sampling_params.custom_params = {"droidspeak": {"mode": mode}, "__req__": object()}
     labels.note(req, provenance)
@@ -341,7 +343,7 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(labels, caplog):
 
 @pytest.mark.parametrize("num_before", [0, 32])
 def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: int) -> None:
-    """Without its load, for which there was no room in the end, a request computes all itself."""
+    """If there is no room for its load in the end, a request computes everything itself."""
     monkeypatch.setattr(forward, "PartialPrefill", lambda *_: None)
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),

@@ -1,4 +1,4 @@
-"""Heirs of a line: which pairs inherit its plan, by their own distance."""
+"""Heirs of a line: which pairs inherit its plan, by the distance of their own models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Step = Callable[[float], Weights]
 
 @pytest.fixture
 def step(tmp_path: Path) -> Step:
-    """The weights of a training after some relative change of every tensor."""
+    """Return the weights of a training after a relative change of every tensor."""
     first = write(tmp_path / "0", weights(0))
     served = read_weights(first).sketched(first)
 
@@ -35,7 +35,7 @@ def step(tmp_path: Path) -> Step:
 
 
 def follow(lines: Lines, weights: Weights) -> dict[ModelId, tuple[bool, str]]:
-    """Whether each sender's plan is inherited, and why."""
+    """Return whether each sender's plan is inherited, and why."""
     assert weights.identity is not None
     heirs = lines.follow(weights.identity, weights)
     assert all(it.receiver == weights.identity for it in heirs)

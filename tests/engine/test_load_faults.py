@@ -1,4 +1,5 @@
-"""Memory that runs out inside a recompute, a copy or both: an answer, or an abort; never an end."""
+"""Memory runs out during a recompute, a copy or both. The request is answered or aborted, and the
+server continues."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ REUSED = RequestProvenance(outcome="reused", reused_tokens=NUM_TOKENS, exact=Fal
 
 
 class Rows:
-    """The KV pool; runs out of memory in one layer, `failures` times."""
+    """A KV pool that runs out of memory in one layer, `failures` times."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -68,7 +69,7 @@ class Rows:
 
 
 class Prefills:
-    """Stands for the model: notes the computed blocks, and can run out of memory."""
+    """A stand-in for the model. It notes the computed blocks, and can run out of memory."""
 
     def __init__(self) -> None:
         self.blocks: list[Span] = []
@@ -145,7 +146,7 @@ class Rig:
 
     @property
     def num_cached(self) -> tuple[int, int]:
-        """Tokens that SGLang says it has not computed, and how many of them were loaded."""
+        """Return how many tokens SGLang counts as cached, and how many of these were loaded."""
         return self.req.cached_tokens, self.req.cached_tokens_host
 
     def num_reused(self) -> float:
@@ -161,7 +162,7 @@ class Rig:
         return self.end(self.launch(self.loading()))
 
     def launch(self, request: Request) -> int:
-        """Run the batch of this load; the index by which SGLang ends it."""
+        """Launch the batch of this load. Return the index by which SGLang ends it."""
         index = self.loader.start([request.load])
         self.forward.expect(index, [request])
         if not self.req.retracted_stain:  # As SGLang counts.
@@ -202,7 +203,7 @@ def rig(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch):
-    """It waits for no more than what is under way."""
+    """Let forwards wait only for layers that are arriving already."""
     slow = Rig(monkeypatch, forward_wait_s=HASTY_S)
     yield slow
     slow.loader.close()
@@ -237,7 +238,7 @@ def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
 
 
 def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None:
-    """Tokens that the device had before; no fault of this load makes them exact."""
+    """The approximate tokens were on the device before. No fault of this load makes them exact."""
     rig.prefills.failures = 1
     assert rig.end(rig.launch(rig.loading(num_there=PAGE)))
     assert rig.prefills.blocks == [EVERYTHING]
@@ -268,7 +269,7 @@ def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("adopts", [False, True, torch.OutOfMemoryError("a test")], ids=repr)
 def test_what_is_loaded_without_e_is_the_requests_to_tell(rig, adopts, fails):
-    """Tokens that a full prefill has computed instead have E."""
+    """If a full prefill has computed the tokens instead, they have E."""
     request = rig.loading(num_landed=0 if fails else None)
     request.load.plan, source = replace(PLAN, sender=PLAN.receiver), request.load.source
     adopt_e = source.adopt_e if adopts is False else MagicMock(side_effect=[adopts])
@@ -311,7 +312,8 @@ def test_slots_that_are_loaded_into_lose_the_e_of_their_last_owner(rig: Rig) -> 
 
 
 def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> None:
-    """Computed where it is known before the forward, and given up where it is not."""
+    """If the fault is known before the forward, the tokens are computed. If not, the batch is given
+    up."""
     rig.rows.failures = 1
     is_kept = rig.run()
     assert is_kept == (EVERYTHING in rig.prefills.blocks)
@@ -338,7 +340,7 @@ def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
 
 
 def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig: Rig) -> None:
-    """Also where the request's namespace does not say so."""
+    """This also holds if the request's namespace does not say so."""
     request = rig.loading()
     request.load.source.adopt_e = MagicMock(return_value=True)  # type: ignore[method-assign]
     assert rig.end(rig.launch(request))
@@ -349,7 +351,8 @@ def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig: Rig) -> No
 
 @pytest.mark.parametrize("breaks_at", [0, 2])
 def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(rig, monkeypatch, caplog, breaks_at):
-    """The forward waits for each layer, as SGLang's pool does; after the first layers it runs."""
+    """The forward waits for each layer, as SGLang's pool does. It is running after the first
+    layers."""
 
     def record(self: Copies, index: int, layer: int) -> None:
         if layer == breaks_at:
@@ -437,7 +440,7 @@ def test_a_copy_that_fails_on_another_rank_is_no_result(rig: Rig) -> None:
 
 HASTY_S = 0.01
 FETCHED_S = 0.4
-"""Two of three steps took that time; the third is expected in half of it."""
+"""Seconds that two of three steps took. The third step is expected in half of that time."""
 
 
 def test_a_forward_waits_for_what_still_comes_at_its_rate(hasty: Rig) -> None:
@@ -477,7 +480,7 @@ def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty: Rig) -> N
 
 @pytest.mark.parametrize(("num_landed", "share"), [(3, 0.0), (2, 0.525), (1, 1.0), (0, 1.0)])
 def test_a_forward_waits_at_most_as_long_as_the_fetch_took(hasty, num_landed, share):
-    """After one step in three, the rest would take twice as long."""
+    """After one step in three, the rest would take twice as long as this step."""
     request, waits_s = hasty.loading(num_landed), []
     source = request.source
     time.sleep(FETCHED_S)

@@ -1,4 +1,4 @@
-"""A base, adapters on it and a full fine-tune in servers of their own read one another's KV."""
+"""A base, adapters on it and a full fine-tune, each in its own server, read each other's KV."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TUNED = "tuned"
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory) -> Iterator[Team]:
-    """The base, a fine-tune and the adapters, in a server each."""
+    """Start the base, a fine-tune and the adapters, each in its own server."""
     models = Checkpoints.write(tmp_path_factory.mktemp("across"), ADAPTERS, TUNED)
     activate(models.adapters["judge"], INVOCATION)
     addresses = [free_address() for _ in range(3)]

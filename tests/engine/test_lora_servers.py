@@ -1,4 +1,5 @@
-"""One server, many adapters: each reads what the others left in the pool, and answers the same."""
+"""One server with many adapters. Each reads KV that others left in the pool, and answers as without
+reuse."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def assert_batch_equals_the_oracle(team: Team) -> None:
 
 
 def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team) -> None:
-    """And the other way round: below its first layer the two are one model."""
+    """The base also reads the adapter's KV: below the adapter's first layer both are the same
+    model."""
     for name, sender in (("upper", BASE), (BASE, "upper")):
         tokens = prompt(200, seed=400 + len(name))
         first = team.ask(sender, tokens, max_new_tokens=1)
@@ -203,7 +205,7 @@ def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Pat
 
 
 class Reader:
-    """A peer that fetches what a server has stored of its models."""
+    """A peer that fetches the entries that a server has stored of its models."""
 
     def __init__(self, team: Team) -> None:
         self._address = Location(team.addresses[0])
@@ -212,7 +214,8 @@ class Reader:
         assert self._cache.wait_ready(20)
 
     def kv(self, model: str, tokens: list[int], extra_key: str) -> list[np.ndarray]:
-        """Per layer, as numbers; waits until all whole pages that can be reused are there."""
+        """Return KV of each layer as numbers. Wait until all whole pages that can be reused are
+        stored."""
         pages = page_hashes(tokens[: whole_pages(len(tokens))], extra_key=extra_key)
         eventually(lambda: self._num_pages(model, pages) == len(pages))
         plan = Plan(
@@ -239,7 +242,8 @@ class Reader:
 
 
 def test_what_is_lossless_is_so_to_the_last_bit(team: Team) -> None:
-    """KV and not only answers: of a model that read another's, and the same model's own."""
+    """The test compares KV, not only answers: of a model that has read another's KV, and of the
+    same model alone."""
     tokens = prompt(200, seed=505)
     reader = Reader(team)
     try:

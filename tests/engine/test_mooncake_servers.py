@@ -1,4 +1,5 @@
-"""The example's fleet over Mooncake's own master: reads across models, and what is killed."""
+"""The example's fleet over Mooncake's own master: reads across models, and processes that are
+killed."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class Cluster:
         return 0
 
     def read(self, text: str, *, wait_s: float = 10.0) -> list[int]:
-        """Its tokens, once the reader has read it and has stored it, two halves of each object;
-        also where it takes longer to store."""
+        """Return a text's tokens, once the reader has read and stored it. Each object has two
+        halves, which may take longer to store."""
         (tokens,) = self.reader.post("/tokenize", prompt=[text])["tokens"]
         least = self.num_objects() + 2 * (len(tokens) // PAGE) * (LAYERS + 1)
         self.reader.generate(tokens, max_new_tokens=1)
@@ -67,7 +68,7 @@ class Cluster:
         return tokens
 
     def ask(self, tokens: list[int]) -> Answer:
-        """A right answer within the limit, or the test fails."""
+        """Ask, and check that the answer is right and within the limit."""
         self.answerer.flush()
         begun_s = time.monotonic()
         reply = answer(self.answerer, tokens, max_new_tokens=MAX_NEW)
@@ -77,7 +78,7 @@ class Cluster:
 
 
 def check(reply: Answer, tokens: list[int]) -> None:
-    """It equals the oracle's for what it says that it reused."""
+    """Check that the reply equals the oracle's, for the number of tokens that it says it reused."""
     is_reused = reply.provenance["outcome"] == "reused"
     assert not is_reused or reply.provenance["block"] == [BLOCK.start, BLOCK.stop]
     reply.assert_equals(expected(tokens, BLOCK if is_reused else EMPTY_SPAN))
@@ -91,7 +92,7 @@ def expected(tokens: list[int], block: Span) -> Generated:
 
 
 def example(folder: Path) -> tuple[Path, dict[str, int]]:
-    """The example's file at free ports, and these by those that it names."""
+    """Return the example's file at free ports, and these ports by the ports in the file."""
     pytest.importorskip(
         "mooncake.store",
         reason="needs the wheel mooncake-transfer-engine, or its -non-cuda, and libibverbs",
@@ -123,8 +124,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def reused_from(cluster: Cluster, texts: Iterator[str]) -> list[int]:
-    """The tokens of a text that the answerer has reused: a new one each time, as what was not there
-    in time is not asked for again for some seconds."""
+    """Return the tokens of a text that the answerer has reused. Each try takes a new text, because
+    pages that were late are not asked for again for some seconds."""
     for text in texts:
         tokens = cluster.read(text)
         if (reply := cluster.ask(tokens)).provenance["outcome"] == "reused":
@@ -135,7 +136,8 @@ def reused_from(cluster: Cluster, texts: Iterator[str]) -> list[int]:
 
 
 def test_what_is_killed_harms_no_answer(cluster: Cluster) -> None:
-    """One after another: the master, which forgets all, and the engine that keeps the pages."""
+    """Two processes are killed, one after the other: the master, which forgets everything, and the
+    engine that keeps the pages."""
     texts = iter(TEXTS)
     known = reused_from(cluster, texts)
 

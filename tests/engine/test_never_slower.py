@@ -1,4 +1,4 @@
-"""The chosen plan on simulated GPUs: what `benchmarks/never_slower.py` tells, held."""
+"""The chosen plan on simulated GPUs keeps the claims of `benchmarks/never_slower.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _without_backlog(costs: Costs) -> Costs:
 
 
 def _by_an_average(costs: Costs) -> Costs:
-    """Seconds per token of a prompt of 200, as an average over short ones gave."""
+    """Return the seconds per token of a prompt of 200 tokens, as an average over short prompts
+    would give them."""
     assert costs.prefill is not None
     token_s = costs.prefill.seconds(0, 100) / 100
     average = replace(costs.prefill, fixed_s=0.0, token_s=token_s, context_s=0.0, curve=())

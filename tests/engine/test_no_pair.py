@@ -13,7 +13,8 @@ pytestmark = pytest.mark.server
 
 
 def test_outputs_are_byte_identical(tmp_path) -> None:
-    """Servers with E of every layer and all KV stored, and without the extension."""
+    """One server keeps E of every layer and stores all KV. The other one runs without the
+    extension."""
     config = shape("qwen3", layers=4, hidden=256, heads=4, kv_heads=2)
     (model,) = write_models(tmp_path, config, ["model"])
     plain = ServerSpec(model=model, name="plain", options=CPU)

@@ -1,4 +1,4 @@
-"""E that is stored is this model's own: of loaded pages it comes from where it was kept."""
+"""Stored E is this model's own. E of loaded pages comes from the place where it was kept."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ PAGES = pages_of(4)
 
 
 class Rig:
-    """Stores pages of which the first were loaded, and says what the cache took of KV and of E."""
+    """A rig that stores pages of which the first were loaded. It says which KV and E the cache
+    took."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.stored: list[Change] = []
         self.copied: set[tuple[int, ...]] = set()
-        """Slots from which something was stored."""
+        """Slots whose content was stored."""
         cache.tree.subscribe(self.stored.append)
 
     def store(self, pages: list[PageHash], num_loaded: int, num_before: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Host memory is registered with the device once, and let go at the end."""
+"""Host memory is registered with the device once, and unregistered at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_droidspeak.store.rows import page_locked
 
 
 class Runtime:
-    """CUDA's runtime, on a device with a host that allows this many locked bytes."""
+    """A stand-in for CUDA's runtime, on a device with a host that allows this many locked bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

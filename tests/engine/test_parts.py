@@ -100,7 +100,7 @@ def test_controls_refuse_what_they_do_not_know(params: dict) -> None:
     [{"mode": "x\n" * 9999}, {"x\n" * 9999: 1}, {"block": "1\n" * 9999}, {"sender": "s" * 9999}],
 )
 def test_what_is_said_of_wrong_controls_is_one_short_line(params: dict) -> None:
-    """It is kept with the request, and logged."""
+    """The message is kept with the request, and logged."""
     with pytest.raises(ValueError, match="accepted in droidspeak") as refused:
         parse_controls({"droidspeak": params}).requested(6)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 700
@@ -114,7 +114,7 @@ def test_controls_are_optional() -> None:
     "peer", ["10.0.0.5", "10.0.0.5:8000", "http://10.0.0.5:8000", "tcp://10.0.0.5"]
 )
 def test_what_a_peer_has_as_well_is_looked_for_there(peer: str) -> None:
-    """Other peers count with what it lacks: pages, E, and other models."""
+    """Other peers count only for pages, E and models that the named peer lacks."""
 
     def at(location: str, num_pages: int, e_pages: int, model: str = "m") -> Match:
         return Match(
@@ -180,14 +180,14 @@ def test_a_host_pools_rows_are_read_written_and_copied_wherever_they_lie(slots: 
 
 
 class Pages:
-    """A source of which every layer is there, ten bytes each."""
+    """A source with every layer, ten bytes each."""
 
     def __init__(self) -> None:
         self.failed: list[FetchError] = []
         self.staging = SimpleNamespace(fail=self.failed.append)
 
     def wait(self, _step: Step) -> None:
-        """It has come."""
+        """Return at once: the layer has arrived."""
 
     def copy(self, _layer: int, _at: Span, _slots: torch.Tensor) -> int:
         return 10
@@ -343,7 +343,7 @@ def test_a_hook_goes_on_top_of_another_plugins() -> None:
 
 
 class Pieces:
-    """Stores plainly, and notes how many rows each piece has."""
+    """A store without encoding. It notes how many rows each piece has."""
 
     codec, length = Codec.NONE, 2
 
@@ -356,7 +356,7 @@ class Pieces:
 
 
 def test_what_is_stored_is_gathered_in_pieces() -> None:
-    """A long node in one piece would take as much memory of the device again."""
+    """A long node in one piece would take as much device memory again."""
     slots, coding = torch.randperm(3000), Pieces()
     e = torch.arange(6000, dtype=torch.float32).view(3000, 2)
     kv: Any = SimpleNamespace(k_buffer=[e[:, None]], v_buffer=[-e[:, None]])

@@ -52,7 +52,7 @@ def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(caplog, mon
 
 @pytest.fixture
 def info() -> Iterator[SimpleNamespace]:
-    """SGLang's server, of which `/server_info` says the internal state."""
+    """Run a stand-in for SGLang's server, with an internal state that `/server_info` returns."""
     state = SimpleNamespace(internal_state={})
 
     def answer(path: str, _question: object) -> tuple[int, object]:
@@ -64,7 +64,7 @@ def info() -> Iterator[SimpleNamespace]:
 
 
 def test_the_command_shows_states_and_errors(info, capsys, monkeypatch):
-    """Whatever proxy the environment names."""
+    """The command ignores any proxy that the environment names."""
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)

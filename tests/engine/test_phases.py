@@ -1,4 +1,4 @@
-"""The phases of a request: which follow on which, and what is held in them."""
+"""The phases of a request: their order, and the resources that a request holds in each."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ TREE = SimpleNamespace(
     page_size=PAGE,
     tree_core=SimpleNamespace(match_full_device_prefix=lambda _key: (0, 0, 0)),
 )
-"""SGLang's, with nothing in it, and no way to use it."""
+"""A stand-in for SGLang's tree. It is empty, and no use can be noted."""
 
 
 def plan(*args: Any, **kw: Any) -> Any:
@@ -48,7 +48,7 @@ def planned(
     notice_s: float = 0.0,
     **settings: Any,
 ) -> Any:
-    """The planner, too."""
+    """Return the plan, and the planner that made it."""
     matches = match(sender, num_pages, location, dict.fromkeys(ALL_E, num_pages))
     planner = made(
         Planner,
@@ -96,7 +96,7 @@ def planned(
     [(1, 1, True), (96, 6, True), (97, 6, False), (111, 6, False), (111, 7, True), (113, 7, False)],
 )
 def test_fewer_tokens_than_the_least_are_not_loaded(min_tokens, num_pages, is_enough):
-    """Also where the least is no whole number of pages."""
+    """This also holds if the least number is no whole number of pages."""
     decision = plan(num_pages, sender=R, min_tokens=min_tokens)
     assert hasattr(decision, "plan") == is_enough
     if not is_enough:
@@ -108,7 +108,7 @@ def test_fewer_tokens_than_the_least_are_not_loaded(min_tokens, num_pages, is_en
 )
 @pytest.mark.parametrize("asked_by", ["request", "server"])
 def test_a_ttft_target_is_milliseconds(asked_by: str, target_ms: float | None, block: Span) -> None:
-    """The blocks take 0.48, 0.8 and 1.28 s; without a target it is the recommended one."""
+    """The blocks take 0.48, 0.8 and 1.28 s. Without a target the recommended block is chosen."""
     if asked_by == "server":
         decision = plan(ttft_target_ms=target_ms)
     else:
@@ -139,7 +139,8 @@ def test_while_the_weights_are_unknown_nothing_is_planned() -> None:
 
 
 def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:
-    """Ten pages take 1.6 s; 70 MB of KV and 20 of E take 0.09 s, or nine times as long as it."""
+    """Ten pages take 1.6 s. 70 MB of KV and 20 MB of E take 0.09 s over the fast link; over the
+    slow link they take nine times as long as the pages."""
     decision = plan()
     assert (decision.plan.block, decision.patience.saving_s) == (
         Span(3, 6),
@@ -159,8 +160,8 @@ def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:
     [(0, 0, True), (4, 0, True), (7, 0, True), (8, 0, False), (0, 9, True), (10, 0, False)],
 )
 def test_at_admission_counts_what_the_device_has_by_then(exact, approximate, saves):
-    """[3, 6) from page 0 on recomputes two layers of ten, as much as two pages take in full, and
-    gives up what exact KV the device has."""
+    """Recomputing two layers of ten with [3, 6) from page 0 on costs as much as two pages in full.
+    It also gives up exact KV on the device."""
     planner, decision = planned()
     demand = replace(decision.demand, first_approximate=0)
     held = Held(exact, approximate)
@@ -176,7 +177,7 @@ def test_at_admission_an_experiment_goes_on_from_exact_kv(held: Held) -> None:
 
 @pytest.mark.parametrize("peer", [None, "far", "http://other:8000", "nowhere"])
 def test_a_request_names_the_peer_to_look_at_first(peer: str | None) -> None:
-    """Both have the same, and the far one is predicted to be as fast."""
+    """Both peers have the same pages, and the far one is predicted to be as fast."""
     other = Location("tcp://other:1")
     costs = replace(MEASURED, links=dict.fromkeys([FAR, other], Link(byte_s=1e-9)))
     planner, _ = planned(costs=costs, controls={"peer": peer})
@@ -191,14 +192,15 @@ def test_a_request_names_the_peer_to_look_at_first(peer: str | None) -> None:
     ("location", "fixed_s", "saving_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
 )
 def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(location, fixed_s, saving_s):
-    """Ten pages of this model take 1.6 s in full; what is read in place is there at once."""
+    """Ten pages of this model take 1.6 s in full. Pages that are read in place are there at
+    once."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=fixed_s)})
     decision = plan(sender=R, location=location, costs=costs, notice_s=0.2)
     assert decision.patience.saving_s == pytest.approx(saving_s)
 
 
 def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
-    """Seven pages of ten layers take 1.12 s, and are 70 MB."""
+    """Seven pages of ten layers take 1.12 s in full, and have 70 MB."""
     for copy_byte_s, saves in ((0.0, True), (1.5e-8, True), (1.7e-8, False)):
         planner, decision = planned(sender=R)
         planner._meter.copy_byte_s, planner._meter.notice_s = copy_byte_s, 9.0
@@ -211,8 +213,8 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
     [(FAR, 0.04, True), (FAR, 0.005, False), (LOCAL, 0.0, True)],
 )
 def test_what_no_staging_will_hold_is_not_waited_for(location, staging_gb, is_taken):
-    """Four pages take 36 MB by the recommended block, and 8 at least; what is here is read in
-    place."""
+    """Four pages take 36 MB with the recommended block, and at least 8 MB with any. Pages in this
+    memory are read in place."""
     decision = plan(location=location, staging_gb=staging_gb, min_tokens=4 * PAGE)
     assert hasattr(decision, "plan") == is_taken
     if not is_taken:
@@ -224,7 +226,7 @@ def test_what_no_staging_will_hold_is_not_waited_for(location, staging_gb, is_ta
     ("num_there", "location", "num_taken"), [(0, FAR, 9), (6, FAR, 9), (10, LOCAL, 10)]
 )
 def test_what_fits_into_the_staging_competes_with_what_is_there(num_there, location, num_taken):
-    """[3, 6) of ten pages is 90 MB of 86."""
+    """Ten pages with [3, 6) take 90 MB. The staging has 86 MB."""
     planner, _ = planned(staging_gb=0.08)
     matches = [
         match(S, num, it, dict.fromkeys(ALL_E, num)) for it, num in ((FAR, 10), (LOCAL, num_there))
@@ -242,7 +244,7 @@ def test_what_fits_into_the_staging_competes_with_what_is_there(num_there, locat
 def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measured(
     measured_tokens: int, is_covered: bool
 ) -> None:
-    """They are 160. Once the first 96 were there, nothing would be read."""
+    """The prompt has 160 pages. Nothing would be read once the first 96 were there."""
     planner, _ = planned(10)
     profile = msgspec.structs.replace(PROFILE, measured_tokens=measured_tokens)
     planner.put_in_service(profile)
@@ -252,7 +254,7 @@ def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measur
 def would_save_s(
     planner: Any, num_there: int = 6, sender: ModelId = S, *, exactly: bool = False
 ) -> float:
-    """Were so many pages of ten there, of another adapter's."""
+    """Return the seconds saved if another adapter had so many of ten pages."""
     demand = planner.demand(planner.asked, Owner(R, None, None), 10, TREE)
     return planner.would_save_s(demand, num_there, sender, pool_of(""), exactly=exactly)
 
@@ -262,7 +264,8 @@ def would_save_s(
     [(R, True, True), (R, False, True), (S, False, True), (S, True, False), (O, False, False)],
 )
 def test_request_waits_for_pages_that_it_may_read(sender, exactly, saves):
-    """The own model's, or those of a model with a profile unless the request stays exact."""
+    """These are pages of its own model, or of a model with a profile, unless the request has to
+    stay exact."""
     planner, _ = planned(10)
     assert (would_save_s(planner, 10, sender, exactly=exactly) > 0) == saves
 
@@ -270,7 +273,7 @@ def test_request_waits_for_pages_that_it_may_read(sender, exactly, saves):
 @pytest.mark.parametrize("lora_id", [None, "x"])
 @pytest.mark.parametrize("approximate", [False, True])
 def test_pages_on_the_device_in_the_own_namespace_are_no_match(lora_id, approximate):
-    """SGLang finds them itself, wherever the request reads now."""
+    """SGLang finds them itself, whatever namespace the request reads now."""
     planner, _ = planned(10)
     planner.asked.lora_id = planner.asked.extra_key = lora_id
     prefixes.move(planner.asked, approximate=approximate)
@@ -295,7 +298,7 @@ def test_pages_on_the_device_in_the_own_namespace_are_no_match(lora_id, approxim
 def test_experiment_is_a_block_that_is_asked_for_where_no_gate_decides(
     gate: str, block: str | None, sender: ModelId, is_experiment: bool, is_approximate: bool
 ) -> None:
-    """The KV of an experiment is no approximate KV that others find, and it reads none."""
+    """An experiment's KV is not found by other requests, and it reads no approximate KV."""
     planner, _ = planned(10, sender, {"block": block}, gate=gate)
     planner._pool.held = lambda *_: Held(0, 5)
     decision = planner.plan(planner.asked, PAGES, TREE, 0)
@@ -304,7 +307,7 @@ def test_experiment_is_a_block_that_is_asked_for_where_no_gate_decides(
 
 
 def test_request_follows_nobody_in_its_own_namespace() -> None:
-    """SGLang itself finds what the first of them leaves."""
+    """SGLang itself finds the pages that the first of them leaves."""
     planner, _ = planned(10)
     models: Any = MagicMock(__len__=lambda _: 2)
     models.owner_of = lambda _req: Owner(R, None, None)
@@ -324,8 +327,8 @@ def test_request_follows_nobody_in_its_own_namespace() -> None:
     [(Held(0, 0), 1.28), (Held(5, 0), 0.48), (Held(0, 5), 0.64), (Held(9, 0), 0), (Held(10, 0), 0)],
 )
 def test_nobody_waits_for_what_the_device_has(held: Held, saved_s: float) -> None:
-    """Two layers in ten of what it reads are computed anew: of all, or of what is not approximate
-    yet."""
+    """Two layers in ten are computed anew: of everything that the request reads, or of the part
+    that is not approximate yet."""
     planner, _ = planned(10)
     planner._pool.held = lambda *_: held
     assert would_save_s(planner, 10) == pytest.approx(saved_s)
@@ -337,7 +340,8 @@ def test_nobody_waits_for_what_the_device_has(held: Held, saved_s: float) -> Non
 )
 @pytest.mark.parametrize("block", [None, "3:6"])
 def test_who_has_a_plan_waits_for_what_more_would_save(block, sender, num_there, waits_s):
-    """This model's own pages are loaded at once, at .16 s each, and the other's for .128."""
+    """This model's own pages would be loaded at once, and save .16 s each; the other model's pages
+    save .128 s each."""
     planner, _ = planned(controls={"block": block})
     match_here = match(sender, num_there, LOCAL, dict.fromkeys(ALL_E, num_there))
     planner._cache.match = lambda _pages: num_there * [match_here]
@@ -358,7 +362,7 @@ def test_who_has_a_plan_waits_for_what_more_would_save(block, sender, num_there,
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
-    """Its wait is not bounded by its saving either."""
+    """Its wait is not limited by its saving either."""
     decision = plan(controls={"block": "3:6"}, gate="none")
     assert (decision.plan.block, decision.demand, decision.patience.saving_s) == (
         Span(3, 6),
@@ -378,7 +382,7 @@ def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
 
 
 def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
-    """SGLang had evicted the pages: the next best place is read, if there is one."""
+    """SGLang has evicted the pages. The next best location is read, if there is one."""
     planner, _ = planned(10)
     here, far = pool_of("a"), FAR
     notes = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (here, far)]
