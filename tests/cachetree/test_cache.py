@@ -74,6 +74,16 @@ def fill(cache: Cache, pages: list[PageHash]) -> bool:
     return cache.store(MODEL, None, pages, kv, {E_LAYER: buffer(Kind.E, E_LAYER)})
 
 
+@contextlib.contextmanager
+def pair_of(**settings: object) -> Iterator[tuple[Cache, Cache]]:
+    """A cache that has all pages, with these settings, and one that reads from it."""
+    with cache_of(**settings) as sender:
+        assert sender.address and fill(sender, PAGES)
+        with cache_of(peers=(sender.address,), serves=False) as receiver:
+            assert receiver.wait_ready(20)
+            yield sender, receiver
+
+
 ALL = Span(0, 64)
 
 
@@ -82,21 +92,16 @@ def plan_at(location: Location, pages: Span = ALL) -> Plan:
 
 
 def test_entries_stored_by_one_cache_are_matched_and_fetched_by_another() -> None:
-    with cache_of() as sender:
-        assert sender.address
-        assert fill(sender, PAGES)
-        with cache_of(peers=(sender.address,), serves=False) as receiver:
-            assert receiver.wait_ready(20)
-            (match,) = receiver.match(PAGES)
-            assert (match.model, match.location, match.num_pages) == (MODEL, sender.address, 64)
-            for span in (ALL, Span(10, 30)):
-                plan = plan_at(match.location, span)
-                staging = receiver.fetch(plan, PAGES, Deadline.after(5))
-                with staging:
-                    check_content(staging, PAGES[span.start : span.stop])
-            assert receiver.status().peers[0].state == "ready"
-            assert receiver.address is None
-            eventually(lambda: receiver.link(match.location))
+    with pair_of() as (sender, receiver):
+        (match,) = receiver.match(PAGES)
+        assert (match.model, match.location, match.num_pages) == (MODEL, sender.address, 64)
+        for span in (ALL, Span(10, 30)):
+            plan = plan_at(match.location, span)
+            with receiver.fetch(plan, PAGES, Deadline.after(5)) as staging:
+                check_content(staging, PAGES[span.start : span.stop])
+        assert receiver.status().peers[0].state == "ready"
+        assert receiver.address is None
+        eventually(lambda: receiver.link(match.location))
 
 
 def test_local_entries_are_fetched_the_same_way() -> None:
@@ -297,49 +302,39 @@ def test_error_of_a_fetch_fails_only_its_staging() -> None:
 
 
 def test_release_cancels_a_fetch_under_way() -> None:
-    slow = WorkerConfig(max_bytes_per_s=1e5)
-    with cache_of(worker=slow) as sender:
-        fill(sender, PAGES)
-        assert sender.address
-        with cache_of(peers=(sender.address,), serves=False) as receiver:
-            assert receiver.wait_ready(20)
-            staging = receiver.fetch(plan_at(sender.address), PAGES, Deadline.after(30))
-            num_streams: Callable[[], int] = lambda: sender.status().worker.num_streams  # type: ignore[union-attr]  # noqa: E731
-            eventually(lambda: num_streams() == 1)
-            staging.release()
-            eventually(lambda: num_streams() == 0)
-            assert isinstance(staging.error, Cancelled)
+    with pair_of(worker=WorkerConfig(max_bytes_per_s=1e5)) as (sender, receiver):
+        staging = receiver.fetch(plan_at(sender.address), PAGES, Deadline.after(30))
+        eventually(lambda: sender.status().worker.num_streams == 1)
+        staging.release()
+        eventually(lambda: sender.status().worker.num_streams == 0)
+        assert isinstance(staging.error, Cancelled)
 
 
 def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way() -> None:
-    with cache_of(worker=WorkerConfig(max_bytes_per_s=1e5)) as sender:
-        fill(sender, PAGES)
-        assert sender.address
-        with cache_of(peers=(sender.address,), serves=False) as receiver:
-            assert receiver.wait_ready(20)
-            plan = plan_at(sender.address)
+    with pair_of(worker=WorkerConfig(max_bytes_per_s=1e5)) as (sender, receiver):
+        plan = plan_at(sender.address)
 
-            def fetch() -> Staging:
-                staging = receiver.fetch(plan, PAGES, Deadline.after(30))
-                assert staging is not None
-                return staging
+        def fetch() -> Staging:
+            staging = receiver.fetch(plan, PAGES, Deadline.after(30))
+            assert staging is not None
+            return staging
 
-            def backlog() -> Sequence[int]:
-                link = receiver.link(plan.location)
-                return () if link is None else link.backlog
+        def backlog() -> Sequence[int]:
+            link = receiver.link(plan.location)
+            return () if link is None else link.backlog
 
-            with fetch():
-                assert receiver.link(plan.location) is None
-                time.sleep(0.02)
-            eventually(lambda: receiver.link(plan.location))
-            first, second = fetch(), fetch()
-            assert len(backlog()) == 2
-            assert all(0 < it <= FETCH_BYTES for it in backlog())
-            first.release()
-            assert len(backlog()) == 1
-            for step in second.steps:
-                second.land(step, second.sizes[step])
-            assert not backlog(), "all of it has come"
+        with fetch():
+            assert receiver.link(plan.location) is None
+            time.sleep(0.02)
+        eventually(lambda: receiver.link(plan.location))
+        first, second = fetch(), fetch()
+        assert len(backlog()) == 2
+        assert all(0 < it <= FETCH_BYTES for it in backlog())
+        first.release()
+        assert len(backlog()) == 1
+        for step in second.steps:
+            second.land(step, second.sizes[step])
+        assert not backlog(), "all of it has come"
 
 
 def test_a_closed_cache_leaves_no_thread_and_fails_fetches() -> None:

@@ -186,18 +186,21 @@ def test_pages_that_all_lie_apart_are_written_too(tmp_path: Path) -> None:
         assert store.status().num_entries == 2
 
 
-def test_removed_entries_stay_removed(tmp_path: Path) -> None:
+def test_removed_entries_stay_removed_with_all_behind_them_and_their_e(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         write(store, A, "ab")
         write(store, A, "abcd", start=2)
+        write(store, A, "abcde", e_layers=[1])
         write(store, A, "abx", start=2)
         write(store, B, "ab")
         entry = store.find(A, path_of("abcd"))[1][0]
         assert store.evict(A, path_of("abc"))
+        assert store.status().num_entries == 3
+        assert num_right(store, A, "abcde", Part(1)) == 0
         assert not store.evict(A, path_of("abc"))
         with pytest.raises(StaleEntry, match="no longer on disk"):
             check(store, entry)
-        assert [num_right(store, A, it) for it in ("abcd", "abx")] == [2, 3]
+        assert [num_right(store, A, it) for it in ("abcde", "abx")] == [2, 3]
         assert store.evict(A, path_of("a")), "with all that stands on it"
         assert num_right(store, A, "abx") == 0
     with open_store(tmp_path) as store:
@@ -418,18 +421,6 @@ def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path: Path) -> None:
         for number in range(120):
             assert write(store, B, text_of(number, 1))
             assert num_right(store, A, "abc", Part(1)) == num_right(store, A, "abc") == 3
-
-
-def test_removing_a_prefix_removes_all_pages_behind_it_with_their_e(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        assert write(store, A, "ab")
-        assert write(store, A, "abcd", start=2)
-        assert write(store, A, "abcde", e_layers=[1])
-        assert write(store, A, "abx", start=2)
-        assert store.evict(A, path_of("abc"))
-        assert [num_right(store, A, "abcde", part) for part in (KV, Part(1))] == [2, 0]
-        assert num_right(store, A, "abx") == 3
-        assert store.status().num_entries == 2
 
 
 def test_entry_published_twice_is_one_file(tmp_path: Path) -> None:

@@ -10,12 +10,10 @@ import msgspec
 import pytest
 from tree_parts import (
     FAMILY,
-    FAR,
     KV,
     KV_PART,
     PAGE,
     A,
-    B,
     far_future,
     leased,
     make_tree,
@@ -72,16 +70,6 @@ def test_without_shared_prefixes_it_is_the_textbooks(seed: int) -> None:
             num_evictions += len(gone)
             gone.clear()
     assert num_evictions > 500 and num_hits > 500
-
-
-def test_the_tail_of_a_split_node_keeps_its_place() -> None:
-    tree = make_tree(6)
-    store(tree, A, "x")
-    store(tree, A, "abcd")
-    store(tree, A, "y")
-    tree.remote.add(FAR, B, None, path("ab"))
-    store(tree, A, "z")
-    assert [num_pages(tree, A, text) for text in ("x", "abcd")] == [0, 4]
 
 
 def test_skipped_entry_gets_its_turn_again() -> None:

@@ -26,7 +26,6 @@ from cachetree.planning import (
     Link,
     NoReuse,
     PrefillCost,
-    Profiles,
     Reason,
     Requested,
     choose,
@@ -83,12 +82,7 @@ def match(
     return Match(model=model, location=location, num_pages=num_pages, e_pages=e)  # type: ignore[arg-type]
 
 
-def plan_for(
-    *matches: Match,
-    demand: Demand = DEMAND,
-    profiles: Profiles = PROFILES,
-    costs: Costs = UNKNOWN,
-) -> Plan:
+def plan_for(*matches: Match, demand=DEMAND, profiles=PROFILES, costs=UNKNOWN) -> Plan:
     plan = choose(demand, matches, profiles, costs)
     assert isinstance(plan, Plan), plan
     (taken,) = [
@@ -100,12 +94,7 @@ def plan_for(
     return plan
 
 
-def reason_for(
-    *matches: Match,
-    demand: Demand = DEMAND,
-    profiles: Profiles = PROFILES,
-    costs: Costs = UNKNOWN,
-) -> Reason:
+def reason_for(*matches: Match, demand=DEMAND, profiles=PROFILES, costs=UNKNOWN) -> Reason:
     nothing = choose(demand, matches, profiles, costs)
     assert isinstance(nothing, NoReuse), nothing
     ways = {it.reason for it in weigh(Considered(demand, matches, costs), profiles)}
@@ -197,10 +186,6 @@ def test_another_model_needs_a_profile_that_passed() -> None:
     plan = plan_for(match(S))
     assert (plan.sender, plan.block, plan.pages) == (S, Span(3, 6), Span(0, 10))
     assert plan.transition_layers == (3,)
-
-
-def test_nothing_found_is_a_reason_too() -> None:
-    assert reason_for() is Reason.NO_MATCH
 
 
 def test_pages_on_the_device_are_not_fetched_again() -> None:

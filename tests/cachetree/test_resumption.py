@@ -141,17 +141,21 @@ def test_the_rest_is_asked_for_and_what_landed_is_kept(harm: Callable[..., bool]
             eventually(lambda: wire.Cancel(id=ids[0]) in worker.received)
 
 
-@pytest.mark.parametrize("harm", [damaged, goodbye])
-def test_retries_are_bounded(harm: Callable[..., bool]) -> None:
+@pytest.mark.parametrize(("harm", "num_errors"), [(damaged, 3), (goodbye, 0)])
+def test_retries_are_bounded(harm, num_errors):
+    """A protocol error in a retry is still one."""
     with (
         BreakingWorker(harm, num_broken=99) as worker,
         peer_of(worker.address, new_tree(), PATIENT) as peer,
     ):
         staging = begun(peer, PAGES)
-        with pytest.raises(FetchError, match=r"checksum|closing"):
+        error = ProtocolError if num_errors else FetchError
+        with pytest.raises(error, match="checksum" if num_errors else "closing"):
             wait_all(staging)
         assert len(worker.fetches) == 1 + FAST.max_retries
         assert peer.status.num_failed_fetches == 1
+        assert peer.status.num_protocol_errors == num_errors
+        assert not num_errors or peer.state is PeerState.READY
 
 
 @pytest.mark.parametrize(("towards", "place"), [(Towards.WORKER, 0), (Towards.PEER, -1)])
@@ -285,15 +289,3 @@ def test_a_lost_last_advert_is_missed_at_the_next_heartbeat() -> None:
         assert proxy.has_struck
         assert peer.status.num_resyncs == 2
         assert peer.status.num_losses == 1
-
-
-def test_a_protocol_error_in_a_retry_is_still_one() -> None:
-    with (
-        BreakingWorker(damaged, num_broken=99) as worker,
-        peer_of(worker.address, new_tree(), PATIENT) as peer,
-    ):
-        staging = begun(peer, PAGES)
-        with pytest.raises(ProtocolError):
-            wait_all(staging)
-        assert peer.status.num_protocol_errors == 3
-        assert peer.state is PeerState.READY

@@ -118,46 +118,26 @@ def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
         assert telling not in seen["curve"]
 
 
-def test_an_unknown_key_is_told_which_key_to_add(us, friend, stranger, caplog):
-    with (
-        worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
-        peer_of(worker.address, new_tree(), stranger.asking(us), is_ready=False) as peer,
-    ):
-        error = refused(peer, worker)
-        assert stranger.pair.public in error
-        assert "allowed_peers" in error
-        eventually(lambda: worker.status().num_failed_handshakes > 2)
-    lines = [line for line in caplog.messages if ": not let in:" in line]
-    assert len(lines) == 1
-    assert stranger.pair.public in lines[0]
-
-
-def test_a_peer_without_a_key_is_told_to_get_one(us, friend, caplog):
-    with (
-        worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
-        peer_of(worker.address, new_tree(), is_ready=False) as peer,
-    ):
-        assert "set key_file" in refused(peer, worker)
-    assert len([line for line in caplog.messages if ": not let in:" in line]) == 1
-
-
-def test_a_peer_with_a_key_does_not_talk_in_clear(us: Party, friend: Party) -> None:
-    with (
-        worker_of(new_tree(PAGES)) as worker,
-        peer_of(worker.address, new_tree(), friend.asking(us), is_ready=False) as peer,
-    ):
-        assert "has another one or none" in refused(peer, worker)
-
-
-def test_a_worker_with_another_key_is_not_believed(us, friend, stranger):
+@pytest.mark.parametrize("case", ["unknown key", "no key", "no worker's key", "another key"])
+def test_a_peer_that_gets_nothing_is_told_why(us, friend, stranger, caplog, case):
+    serving, config, says = {
+        "unknown key": (us.serving(friend), stranger.asking(us), [stranger.pair.public]),
+        "no key": (us.serving(friend), FAST, ["set key_file"]),
+        "no worker's key": ({}, friend.asking(us), ["has another one or none"]),
+        "another key": (stranger.serving(friend), friend.asking(us), [us.pair.public]),
+    }[case]
     tree = new_tree()
     with (
-        worker_of(new_tree(PAGES), **stranger.serving(friend)) as worker,
-        peer_of(worker.address, tree, friend.asking(us), is_ready=False) as peer,
+        worker_of(new_tree(PAGES), **serving) as worker,
+        peer_of(worker.address, tree, config, is_ready=False) as peer,
     ):
         error = refused(peer, worker)
-        assert us.pair.public in error
-        assert not tree.match(PAGES)
+        assert all(it in error for it in says) and not tree.match(PAGES)
+        assert ("allowed_peers" in error) == (case == "unknown key")
+        eventually(lambda: worker.status().num_failed_handshakes > 2)
+    if serving == us.serving(friend):
+        (line,) = [line for line in caplog.messages if ": not let in:" in line]
+        assert says[0] in line or case == "no key"
 
 
 def test_a_peer_recovers_when_the_worker_comes_back_with_its_key(us, friend, stranger):

@@ -11,7 +11,6 @@ from tree_parts import (
     FAMILY,
     FAR,
     FARTHER,
-    KV,
     KV0,
     KV_PART,
     PAGE,
@@ -51,13 +50,29 @@ def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
     assert tree.match([]) == []
 
 
-def test_e_is_kept_only_without_a_gap_from_the_first_page() -> None:
+def test_stored_e_comes_beside_its_kv_and_takes_room_for_itself_only() -> None:
     tree = make_tree()
-    store(tree, A, "ab", e_layers=[1, 2])
-    store(tree, A, "abc", start=2, e_layers=[1])
-    store(tree, A, "abcd", start=3, e_layers=[1])
-    assert tree.reserve(A, path("abc")[-1], path("abcd")[3:], Part(2)) is None
-    assert tree.match(path("abcd"))[0].e_pages == {1: 4, 2: 2}
+    store(tree, A, "abcd", e_layers=[1])
+    store(tree, A, "abxy", start=2, e_layers=[1])
+    store(tree, B, "abcd")
+    before = tree.num_bytes
+    changes: list[Change] = []
+    tree.subscribe(changes.append)
+    assert store(tree, A, "abcde", e_layers=[0]) == tuple(path("abcde"))
+    assert tree.num_bytes == before + PAGE + 5 * E
+    expected = (A, "abcde", {0: 5, 1: 4}), (A, "abxy", {0: 2, 1: 4}), (B, "abcd", {})
+    for model, text, e_pages in expected:
+        assert [it.e_pages for it in tree.match(path(text)) if it.model == model] == [e_pages]
+    for text, layer in (("abcde", 0), ("abxy", 1)):
+        with leased(tree, A, text, layer) as lease:
+            assert has_content(lease, A, text, [layer])
+    assert [(it.added, it.part, it.pages) for it in changes] == [
+        (True, KV_PART, tuple(path("abcde")[4:])),
+        (True, Part(0), tuple(path("abcde"))),
+    ]
+    assert tree.num_pages == 5 + 2 + 4
+    tree.evict()
+    assert tree.num_bytes == tree.num_pages == 0
 
 
 @pytest.mark.parametrize("num_before", [0, 40])
@@ -117,42 +132,11 @@ def test_a_failed_allocation_leaves_nothing_behind() -> None:
     assert tree.num_bytes == 0
 
 
-def test_pages_that_the_model_has_are_skipped() -> None:
-    tree = make_tree()
-    store(tree, A, "ab")
-    reservation = tree.reserve(A, None, path("abcd"))
-    assert (reservation.skipped, list(reservation.pages)) == (2, path("abcd")[2:])
-    assert sum(it.nbytes for it in reservation.views(KV0)) == 2 * KV
-    reservation.release()
-    nothing = tree.reserve(A, None, path("ab"))
-    assert (nothing.skipped, nothing.pages) == (2, ())
-    nothing.commit()
-    assert tree.num_bytes == 2 * PAGE
-
-
-def test_an_orphan_is_refused() -> None:
-    tree = make_tree()
-    assert tree.reserve(A, path("a")[0], path("ab")[1:]) is None
-    store(tree, B, "a")
-    assert tree.reserve(A, path("a")[0], path("ab")[1:]) is None
-
-
-def test_e_at_a_layer_that_does_not_exist_is_refused() -> None:
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="E at layer 3"):
         make_tree().reserve(A, None, path("a"), Part(3))
-
-
-def test_two_reservations_of_the_same_pages_become_one_entry() -> None:
-    tree = make_tree()
-    first = tree.reserve(A, None, path("ab"))
-    second = tree.reserve(A, None, path("abc"))
-    first.commit()
-    second.commit()
-    assert num_pages(tree, A, "abc") == 3
-    assert tree.num_pages == 3
-    assert tree.num_bytes == 3 * PAGE, "what both had is there once"
-    tree.evict()
-    assert tree.num_bytes == 0
+    with pytest.raises(ValueError, match="not advertised"):
+        make_tree().remote.add(LOCAL, A, None, path("a"))
 
 
 def test_a_split_keeps_every_byte_and_copies_none() -> None:
@@ -181,37 +165,6 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
         after.views(Step(Kind.E, 1))
 
 
-def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
-    tree = make_tree(6)
-    store(tree, A, "ab")
-    store(tree, A, "abc", start=2)
-    store(tree, A, "x")
-    store(tree, A, "y")
-    assert num_pages(tree, A, "abc") == 3  # a use: now x is the oldest
-    store(tree, A, "uvw")  # 2 pages must go: x, y
-    assert [num_pages(tree, A, text) for text in ("abc", "x", "y", "uvw")] == [3, 0, 0, 3]
-    store(tree, A, "s")  # then the leaf c, although a and b are as old
-    assert [num_pages(tree, A, text) for text in ("abc", "uvw", "s")] == [2, 3, 1]
-    assert tree.num_bytes == 6 * PAGE
-
-
-def test_a_page_was_used_when_what_hung_below_it_was() -> None:
-    tree = make_tree(4)
-    store(tree, A, "a")
-    store(tree, A, "ab", start=1)
-    store(tree, A, "ac", start=1)
-    store(tree, A, "x")
-    leases = [tree.lease(A, path(text), "test", far_future()) for text in ("ab", "x")]
-    assert num_pages(tree, A, "ac") == 2  # after the leases
-    store(tree, A, "y")  # ac must go, as nothing else may
-    assert num_pages(tree, A, "ac") == 1
-    for lease in leases:
-        lease.release()
-    store(tree, A, "y")
-    store(tree, A, "st")  # then ab and x, for a was used with ac
-    assert [num_pages(tree, A, text) for text in ("ab", "x", "y", "st")] == [1, 0, 1, 2]
-
-
 def test_a_miss_does_not_wait_for_the_lock() -> None:
     tree = make_tree()
     store(tree, A, "a")
@@ -229,45 +182,6 @@ def test_pages_in_the_middle_of_another_path_are_not_a_hit() -> None:
     assert tree.lease(A, [*pages[:3], *path("abxy")[3:]], "test", far_future()) is None
 
 
-def test_eviction_of_one_model_leaves_the_others() -> None:
-    tree = make_tree(4)
-    store(tree, A, "ab")
-    store(tree, B, "ab")
-    leased(tree, B, "ab")
-    store(tree, B, "z")
-    assert [num_pages(tree, model, "ab") for model in (A, B)] == [0, 2]
-
-
-def test_bytes_come_back_with_each_page_that_goes() -> None:
-    tree = make_tree(4)
-    store(tree, A, "abcd")
-    tree.remote.add(FAR, B, None, path("ab"))  # splits the node in two
-    assert tree.num_bytes == 4 * PAGE
-    store(tree, A, "z")
-    assert num_pages(tree, A, "abcd") == 2
-    assert tree.num_bytes == 3 * PAGE
-
-
-def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:
-    tree = make_tree()
-    advertise(tree, FAR, A, "abcd", 1)
-    tree.remote.add(FARTHER, A, None, path("ab"))
-    tree.remote.add(FAR, A, path("abcd")[3], path("abcdef")[4:])
-    assert tree.num_bytes == 0
-    assert num_pages(tree, A, "abcdef", FAR) == 6
-    tree.remote.drop(FAR, A, path("abcdef")[5:])
-    assert num_pages(tree, A, "abcdef", FAR) == 5
-    tree.remote.drop(FAR, A, path("abcdef")[1:3])  # what hangs below goes too
-    assert num_pages(tree, A, "abcdef", FAR) == 1
-    assert num_pages(tree, A, "abcdef", FARTHER) == 2
-    tree.remote.forget(FARTHER)
-    assert tree.match(path("abcdef")) == [Match(model=A, location=FAR, num_pages=1, e_pages={1: 1})]
-    tree.remote.forget(FAR)
-    assert tree.match(path("abcdef")) == []
-    with pytest.raises(ValueError, match="not advertised"):
-        tree.remote.add(LOCAL, A, None, path("a"))
-
-
 def test_adverts_that_could_never_match_hide_nothing() -> None:
     tree = make_tree()
     store(tree, A, "abc")
@@ -279,40 +193,6 @@ def test_adverts_that_could_never_match_hide_nothing() -> None:
     assert num_pages(tree, A, "x", FAR) == 1
     leased(tree, A, "abc")
     assert tree.match(path("y") * 2)[0].num_pages == 1
-
-
-@pytest.mark.parametrize("head", ["abx", "xyz"])
-def test_an_advert_of_pages_after_others_is_no_way_to_them(head: str) -> None:
-    """The advert names the right depth of page d, but wrong pages before it."""
-    tree = make_tree()
-    store(tree, A, "ab")
-    store(tree, A, "abx")
-    tree.remote.add(FAR, B, None, path(head))
-    tree.remote.add(FAR, B, path(head)[-1], path("abcd")[3:])
-    for text, num in (("abcd", 2), ("abcdef", 2), ("abxy", 3)):
-        assert num_pages(tree, A, text) == num
-
-
-def test_no_advert_of_other_pages_first_hides_those_that_are_here() -> None:
-    """The advert says that c and d follow x. Their depth is right."""
-    tree = make_tree()
-    store(tree, A, "a")
-    store(tree, A, "ab")
-    tree.remote.add(FAR, B, None, path("a"))
-    tree.remote.add(FAR, B, path("a")[0], [path("x")[0], *path("abcd")[2:]])
-    for text in ("abc", "abcd", "abcdef"):
-        assert num_pages(tree, A, text) == 2
-
-
-def test_an_advert_after_pages_that_were_stored_together_is_no_way_to_all_of_them() -> None:
-    """Pages b and x are one node, and only b is right."""
-    tree = make_tree()
-    store(tree, A, "a")
-    store(tree, A, "abx")
-    tree.remote.add(FAR, B, None, path("abx"))
-    tree.remote.add(FAR, B, path("abx")[-1], path("abcde")[3:])
-    for text, num in (("abcd", 2), ("abcde", 2), ("abcdef", 2), ("abxy", 3)):
-        assert num_pages(tree, A, text) == num
 
 
 def test_no_advert_keeps_a_page_out_that_is_here() -> None:
@@ -355,17 +235,6 @@ def test_wrong_advert_hides_nothing_of_other_peers_or_of_the_disk(lie, order):
     tree.remote.drop(FARTHER, A, path("abcd")[2:])
     assert num_pages(tree, A, "abcdef", FARTHER) == 2
     assert num_pages(tree, A, "abcdef", DISK) == 6
-
-
-def test_wrong_advert_hides_nothing_that_is_stored_and_leased() -> None:
-    tree = make_tree()
-    tree.remote.add(FAR, A, None, [path("ab")[1], path("abc")[2]])
-    store(tree, A, "abc")
-    store(tree, A, "abcd", start=3)
-    assert num_pages(tree, A, "abcd") == 4
-    assert tree.pin(A, path("abc")) == {A: 3}
-    with leased(tree, A, "abcd") as lease:
-        assert has_content(lease, A, "abcd")
 
 
 def test_peer_has_a_bounded_number_of_models() -> None:

@@ -1,14 +1,24 @@
-"""Orders to the tree about entries, and its answers."""
+"""Orders to the tree about entries, and its answers; leases and open reservations, and for how long
+they keep pages in the tree."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from tree_parts import (
+    FAMILY,
     FAR,
+    KV,
+    KV0,
+    KV_PART,
     PAGE,
     A,
     B,
+    E,
+    FakeTime,
     advertise,
+    content,
     far_future,
     has_content,
     leased,
@@ -18,7 +28,12 @@ from tree_parts import (
     store,
 )
 
-from cachetree.ids import DISK, ModelId, PageHash, Part
+from cachetree.clock import Deadline
+from cachetree.errors import StaleEntry
+from cachetree.ids import DISK, Kind, ModelId, PageHash, Part, Span, Step
+from cachetree.memory import Arena
+from cachetree.memory.slab import Blocks, Loan
+from cachetree.tree import CacheTree
 from cachetree.tree.entries import Change
 
 
@@ -112,25 +127,6 @@ def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else() -> None:
     assert tree.num_bytes == 0
 
 
-def test_leased_pages_are_not_evicted_and_free_nothing() -> None:
-    tree = make_tree()
-    store(tree, A, "abc")
-    lease = tree.lease(A, path("abc"), "a test", far_future())
-    assert (tree.evict(), tree.num_evictions) == (0, 0)
-    lease.release()
-    assert (tree.evict(), tree.num_evictions) == (3 * PAGE, 1)
-
-
-def test_the_entry_before_a_reservation_stays_when_it_is_split_meanwhile() -> None:
-    tree = make_tree()
-    store(tree, A, "abc")
-    reservation = tree.reserve(A, None, path("abcd"))
-    store(tree, B, "abx")
-    assert tree.evict(A) == 0
-    reservation.commit()
-    assert num_pages(tree, A, "abcd") == 4
-
-
 def test_no_pages_can_be_leased_too() -> None:
     lease = make_tree().lease(A, [], "a test", far_future())
     assert lease.num_pages == 0
@@ -194,3 +190,126 @@ def test_subscriber_hears_that_e_left_although_the_pages_are_on_disk() -> None:
     tree.evict()
     ab = tuple(path("ab"))
     assert heard == [Change(added=False, model=A, part=Part(1), parent=None, pages=ab)]
+
+
+def test_a_lease_reads_any_run_of_pages() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    store(tree, A, "abcde", start=3)
+    pages = path("abcde")[1:5]
+    lease = tree.lease(A, pages, "test", far_future())
+    assert lease.num_pages == 4
+    assert [len(view) for view in lease.views(KV0)] == [2 * KV, 2 * KV]
+    last = Step(Kind.KV, 2)
+    assert b"".join(lease.views(last, Span(1, 3))) == content(A, pages[1:3], last)
+    with pytest.raises(ValueError, match="exceeds"):
+        lease.views(KV0, Span(0, 5))
+
+
+def test_a_lease_of_pages_that_are_gone_is_none() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    store(tree, B, "abcd")
+    assert tree.lease(A, path("abcd"), "test", far_future()) is None
+    assert tree.lease(A, path("abx"), "test", far_future()) is None
+    assert tree.lease(A, path("x"), "test", far_future()) is None
+    # Consecutive means consecutive.
+    assert tree.lease(A, [path("abc")[0], path("abc")[2]], "test", far_future()) is None
+    tree.remote.add(FAR, A, path("z")[0], path("zz")[1:])
+    assert tree.lease(A, path("z"), "test", far_future()) is None
+
+
+def test_reservation_that_cannot_fit_evicts_nothing() -> None:
+    tree = make_tree(4)
+    store(tree, A, "ab")
+    store(tree, A, "x")
+    assert tree.reserve(A, None, path("vwxyz")) is None
+    lease = leased(tree, A, "ab")
+    assert tree.reserve(A, None, path("uvw")) is None
+    assert num_pages(tree, A, "x") == 1
+    # Pages that would hang below evictable ones need those to stay.
+    lease.release()
+    assert tree.reserve(A, path("ab")[1], path("abcde")[2:]) is None
+    assert num_pages(tree, A, "ab") == 2
+
+
+def test_leases_end_at_their_deadline() -> None:
+    clock = FakeTime()
+    tree = make_tree(2, clock)
+    store(tree, A, "ab")
+    lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
+    clock.now_s = 4.9
+    assert tree.reserve(A, None, path("z")) is None
+    clock.now_s = 5.0
+    view = lease.views(KV0)[0]
+    held = bytes(view)
+    assert tree.reserve(A, None, path("z")) is None, "all bytes that there are can be seen"
+    with pytest.raises(StaleEntry, match="slow reader"):
+        lease.views(KV0)
+    assert bytes(view) == held  # a view taken before is never overwritten
+    del view
+    store(tree, A, "z")
+
+
+class SlowLoan(Loan):
+    """A loan that calls `stop` before each access to its memory."""
+
+    __slots__ = ("_memory", "_stop")
+
+    def __init__(self, loan: Loan, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        super().__init__(loan.memory, loan.runs)
+
+    @property
+    def memory(self) -> memoryview:  # type: ignore[override]
+        self._stop()
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: memoryview) -> None:
+        self._memory = memory
+
+
+class SlowArena(Arena):
+    """An arena that calls `meanwhile` once, before the next access to lent memory."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def take(self, parts: Sequence[Blocks]) -> Loan:
+        return SlowLoan(super().take(parts), self._stop)
+
+    def _stop(self) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+
+
+def test_a_lease_that_ends_while_its_views_are_taken_gives_none() -> None:
+    clock, memory = FakeTime(), SlowArena(2 * PAGE)
+    tree = CacheTree(FAMILY, host_bytes=2 * PAGE, memory=memory, clock=clock)
+    store(tree, A, "ab")
+    lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
+
+    def pass_on() -> None:
+        clock.now_s = 6.0
+        store(tree, A, "xy")
+
+    memory.meanwhile = pass_on
+    with pytest.raises(StaleEntry, match="slow reader"):
+        lease.views(KV0)
+    assert num_pages(tree, A, "xy") == 2
+
+
+def test_e_is_leased_with_its_kv_or_alone_and_neither_goes_meanwhile() -> None:
+    tree = make_tree()
+    store(tree, A, "ab", e_layers=[1, 2])
+    assert tree.lease(A, path("ab"), "test", far_future(), [KV_PART, Part(0)]) is None
+    both = leased(tree, A, "ab", 1)
+    e = tree.lease(A, path("ab"), "test", far_future(), [Part(2)])
+    assert tree.evict() == 0
+    assert has_content(both, A, "ab", [1])
+    assert b"".join(e.views(Step(Kind.E, 2))) == content(A, path("ab"), Step(Kind.E, 2))
+    both.release()
+    assert tree.evict() == 2 * E, "KV stays below E that is read"
+    e.release()
+    assert tree.evict() == 2 * (PAGE + E)
