@@ -127,6 +127,7 @@ def measured(
     first, every = (
         [it.ttft_s for it in answers if it.is_first or not only] for only in (True, False)
     )
+    reused = [it.ttft_s for it in answers if it.label and it.label["outcome"] == "reused"]
     return {
         "way": way,
         "answers": len(answers),
@@ -135,6 +136,7 @@ def measured(
         **{f"all_p{q}_s": float(np.percentile(every, q)) for q in (50, 95)},
         "tokens_per_s": sum(len(it.tokens) for it in answers) / took_s,
         "agree": float(np.mean(agree)),
+        "reused_p50_s": float(np.median(reused)) if reused else None,
         "outcomes": Counter(it.label["outcome"] for it in answers if it.label),
     }
 
@@ -202,8 +204,17 @@ def main() -> None:
     models = [read_model_identity(it).model_id for it in args.checkpoints]
     wrong = wrong_labels(answers["ours"], models)
     if args.json:
-        result = {"wrong_labels": len(wrong), "rows": rows, "environment": environment}
-        args.json.write_bytes(msgspec.json.encode({"question": "rl_loop", **result}) + b"\n")
+        result = {
+            "question": "rl_loop",
+            "updates": len(models) - 1,
+            "documents": len({context for context, _ in asked}),
+            "max_new": args.max_new,
+            "clients": args.clients,
+            "wrong_labels": len(wrong),
+            "rows": rows,
+            "environment": environment,
+        }
+        args.json.write_bytes(msgspec.json.encode(result) + b"\n")
     if wrong:
         sys.exit(f"{len(wrong)} labels are wrong, the first: {wrong[0]}")
     print(f"ours: all {rows[-1]['outcomes'].total()} labels are right")

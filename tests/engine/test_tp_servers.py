@@ -250,6 +250,39 @@ def found_by(
     return reply if reply.provenance["outcome"] in outcomes else None
 
 
+def test_after_an_update_all_ranks_are_the_model_that_was_written(team: Team) -> None:
+    """Each rank fetches its shard of what the base's server computed: KV of the same model now."""
+    tokens = prompt(200, seed=510)
+    first = team.ask(BASE, tokens)
+    assert is_advertised(team, tokens)
+    own = eventually(lambda: own_kv_after(team, BASE, tokens))
+    assert own.provenance["sender"] == own.provenance["receiver"]
+    assert (own.provenance["exact"], own.provenance["location"]) == (True, team.addresses[0])
+    assert own.ids == first.ids
+    assert own.logprobs == pytest.approx(first.logprobs, abs=2e-4)
+    update(team, READER)
+    reply = eventually(lambda: found_by(team, tokens, Span(2, 5)))
+    reply.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 5)))
+
+
+def own_kv_after(team: Team, model: str, tokens: list[int]) -> Answer | None:
+    """The reader's answer with KV of its new model, once its peers are known to have it."""
+    update(team, model)
+    reply = team.ask(READER, tokens)
+    return reply if reply.provenance["outcome"] == "reused" else None
+
+
+def update(team: Team, model: str) -> None:
+    """Put another model's weights into the reader's server. It flushes what it has."""
+    server, folder = team.servers[READER], str(team.models.whole[model])
+    body = {"model_path": folder, "flush_cache": True}
+    reply = requests.post(f"{server.url}/update_weights_from_disk", json=body, timeout=60)
+    assert reply.json()["success"], reply.text
+    unsettled = ("reading_weights", "weights_updated")
+    plain = prompt(40, seed=511)
+    eventually(lambda: team.ask(READER, plain).provenance["outcome"] not in unsettled)
+
+
 @pytest.mark.parametrize(("name", "seed"), [(LATE, 600), (NEVER, 601)])
 def test_where_one_rank_lacks_its_part_all_prefill_in_full(team, name, seed):
     """While the request waits, and after all ranks have admitted it."""

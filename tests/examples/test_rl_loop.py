@@ -73,7 +73,8 @@ def test_stale_answers_disagree_and_right_labels_are_counted(monkeypatch, capsys
     _, of_stale, of_ours = written["rows"]
     assert (of_stale["agree"], of_ours["agree"]) == (0, 1)
     assert of_ours["outcomes"]["reused"] == of_ours["answers"] - of_ours["outcomes"]["own"]
-    assert written["wrong_labels"] == 0
+    assert (of_stale["reused_p50_s"], written["wrong_labels"]) == (None, 0)
+    assert of_ours["reused_p50_s"] > 0
     assert any(it.endswith(" reused") for it in rest) and rest[-1].endswith("labels are right")
 
 
