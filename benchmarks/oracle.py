@@ -166,7 +166,7 @@ def _kv_of(cache: DynamicCache) -> tuple[KV, ...]:
 
 
 def _cut(kv: KV, start: int, stop: int) -> KV:
-    """Cut out the tokens [start, stop)."""
+    """Return the part of the tokens from `start` to before `stop`."""
     return kv[0][:, :, start:stop], kv[1][:, :, start:stop]
 
 

@@ -42,7 +42,7 @@ from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, runni
 NUM_NEW = 24
 NUM_LEARNING = 2
 NUM_COMPARED = 8
-"""Tokens of an answer that are compared."""
+"""Number of tokens of an answer that are compared."""
 
 
 @dataclass(frozen=True)

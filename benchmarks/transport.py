@@ -63,8 +63,8 @@ KEYED, FRAMES, CURVE = "transport, keys", "ZMQ frames", "ZMQ, CURVE"
 MOST_QUEUED = 16
 """Messages queued by a ZMQ socket on either side, so that ZMQ and the network work at once."""
 REST_S = 0.05
-"""Most messages that a ZMQ socket queues on either side. With a queue, ZMQ and the network work at
-once."""
+"""Largest number of messages that a ZMQ socket queues on either side. With a queue, ZMQ and the
+network work at once."""
 
 Runs = dict[str, Callable[[], list[memoryview]]]
 """Contenders by name. Each is a function that returns the bytes it received."""

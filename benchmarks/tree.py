@@ -50,7 +50,7 @@ from cachetree.tree import page_hashes
 PAGE = FAMILY.page_size
 FAR = Location("tcp://far:1")
 EVICTED_PAGES = 256
-"""Pages to evict at once: 16K tokens."""
+"""Number of pages to evict at once: 16K tokens."""
 
 
 class Workload:

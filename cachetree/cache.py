@@ -110,7 +110,7 @@ class Cache:
 
     @property
     def names(self) -> ModelNames:
-        """Readable names of models, by model id. Any thread."""
+        """Readable names of models, by model id. Thread-safe."""
         return self.tree.names
 
     @property
@@ -324,12 +324,12 @@ class Cache:
             worker.close()
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return the peers and directories, each with its state in a few words. Does not wait. Any
-        thread."""
+        """Return the peers and directories, each with its state in a few words. Does not wait.
+        Thread-safe."""
         return self._peers.sources()
 
     def status(self) -> CacheStatus:
-        """Return the state of the cache in numbers. Waits only for the tree's lock. Any thread."""
+        """Return the state of the cache in numbers. Waits only for the tree's lock. Thread-safe."""
         worker, peers = self._worker, self._peers.now
         of_worker = worker.status() if worker else None
         tiers = {location: tier.status() for location, tier in self._tiers.items()}

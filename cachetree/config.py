@@ -28,17 +28,18 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory."""
 
     host_bytes: int = 4 << 30
-    """Most bytes of the entries in this process's memory."""
+    """Largest number of bytes of the entries in this process's memory."""
     staging_bytes: int = 1 << 30
-    """Most bytes of all fetches that still run, or that their readers have not released yet."""
+    """Largest number of bytes of all fetches that still run, or that their readers have not
+    released yet."""
     disk_path: str = ""
     """Directory that keeps entries after they leave memory or this process ends; empty for none. It
     serves one family and one process at a time. Each rank of a tensor-parallel server makes a
     directory of its own in it. A killed process loses entries that were not yet written. A power
     cut may lose about the last 30 s. Checksums find damaged entries, which are dropped."""
     disk_bytes: int = 0
-    """Most bytes of all files in `disk_path`. Set it above `host_bytes`, because the disk also has
-    all entries of the memory."""
+    """Largest number of bytes of all files in `disk_path`. Set it above `host_bytes`, because the
+    disk also has all entries of the memory."""
     peers: tuple[str, ...] = ()
     """Addresses of the workers to read from: `tcp://HOST:PORT`, or `dns://NAME:PORT` for all
     addresses of a name. This cache trusts what they serve, for all tenants."""
@@ -51,8 +52,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `peers`. This cache fetches every entry that these servers advertise in their memory, and keeps
     it after they have dropped it. They must allow this server to read. Trust is as in `peers`."""
     max_pull_mb_s: float | None = None
-    """Most megabytes (10^6 bytes) per second that this cache reads from all servers of `keeps`
-    together. None: no limit."""
+    """Largest number of megabytes (10^6 bytes) per second that this cache reads from all servers of
+    `keeps` together. None: no limit."""
     serves: bool = True
     """Whether other servers may read from this cache."""
     worker: WorkerConfig = WorkerConfig()

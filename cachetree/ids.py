@@ -30,7 +30,8 @@ POOL_PREFIX: Final = "pool:"
 PAGE_HASH_BYTES: Final = 16
 
 MAX_LAYERS: Final = 1024
-"""Most layers of a model. Messages and files of other servers with more layers are refused."""
+"""Largest number of layers of a model. Messages and files of other servers with more layers are
+refused."""
 
 
 def is_pool(location: Location) -> bool:

@@ -10,9 +10,9 @@ from typing import Final
 from cachetree.ids import ModelId
 
 MAX_NAME: Final = 64
-"""Most characters of a name. The characters after them are cut off."""
+"""Largest number of characters of a name. The characters after them are cut off."""
 MAX_HEARD: Final = 1024
-"""Most models that may take their name from a peer."""
+"""Largest number of models that may take their name from a peer."""
 
 _ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _ODD: Final = re.compile(r"[^\w./:@+-]")
@@ -20,7 +20,8 @@ _ODD: Final = re.compile(r"[^\w./:@+-]")
 
 
 class ModelNames:
-    """Names of models that one process knows: its own, its profiles' and its peers'. Any thread."""
+    """Names of models that one process knows: its own, its profiles' and its peers'.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

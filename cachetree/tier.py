@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 _NICENESS: Final = 10
 MAX_WAITING: Final = 4096
-"""Most entries that wait to be written. A waiting entry keeps page hashes in memory, no pages."""
+"""Largest number of entries that wait to be written. A waiting entry keeps page hashes in memory,
+no pages."""
 _MAX_WRITE_S: Final = 60.0
 GRACE_S: Final = 1.0
 """Seconds by which a running call may exceed the time to close."""
@@ -56,7 +57,7 @@ class Search:
         return self._answered.is_set() or self.deadline.has_passed
 
     def end(self) -> None:
-        """End the search, because the tier has answered. Any thread."""
+        """End the search, because the tier has answered. Thread-safe."""
         self._answered.set()
 
 
@@ -77,20 +78,21 @@ class Tier(Protocol):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the tier cannot be read now. `match` then leaves its entries out. Any thread."""
+        """Whether the tier cannot be read now. `match` then leaves its entries out. Thread-safe."""
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Read pages into `staging`, in a thread of the tier. A problem fails `staging`."""
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """Note in the tier, too, that these pages were used. They were read from memory."""
+        """Note in the tier that these pages were used. Call it when they were read from memory,
+        where the tier cannot see the use."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Find the pages of a prompt that the tier has, and list them in the tree. The search is
         over at once if the tree lists them already."""
 
     def status(self) -> msgspec.Struct:
-        """Return the tier's state in numbers, for operators. Any thread."""
+        """Return the tier's state in numbers, for operators. Thread-safe."""
 
     def close(self) -> None:
         """End the tier. Idempotent. Takes a few seconds at most."""
@@ -306,7 +308,7 @@ class WriteBehind:
         return self._thread.close(timeout_s + GRACE_S)
 
     def is_over(self) -> bool:
-        """Return whether the time of `close` is over. Any thread."""
+        """Return whether the time of `close` is over. Thread-safe."""
         return self._clock() >= self._closes_at_s
 
     @contextlib.contextmanager

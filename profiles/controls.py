@@ -26,7 +26,7 @@ from profiles.progress import shown
 from profiles.stats.measured import Qualities, mean_of
 
 NUM_CONTROLLED: Final = 24
-"""Most held-out contexts of each task on which controls are measured."""
+"""Largest number of held-out contexts of each task on which controls are measured."""
 
 
 def measure_controls(

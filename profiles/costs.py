@@ -51,8 +51,8 @@ SAMPLED_LAYERS: Final = 4
 RETIMED: Final = 0.15
 REFUSED: Final = 0.25
 MOST_FITS: Final = 3
-"""Most fits. If a fit's median relative error is above `RETIMED`, all work is timed again. If the
-best fit's error is above `REFUSED`, the profiler makes no profile."""
+"""Largest number of fits. If a fit's median relative error is above `RETIMED`, all work is timed
+again. If the best fit's error is above `REFUSED`, the profiler makes no profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,8 @@ class Forecast:
         settings: Settings,
         fitted_on: Sequence[Document],
     ) -> float:
-        """Forecast a whole run, except a smaller model. Assumes that corrected E tries each block
-        again."""
+        """Forecast the seconds of a whole run without the smaller model. If E is corrected, every
+        block is assumed to be tried a second time."""
         num_layers = self.costs.num_layers
         plans, others = typical_plans(num_layers, settings.plans)
         sweep = sweep_steps(train, blocks, num_layers, pruned=settings.pruned)

@@ -67,7 +67,7 @@ class Wanted:
     """Number of the log's prompts whose shared text the sender had read before the receiver was
     asked."""
     num_tokens: int = 0
-    """Tokens that sender and receiver share in these prompts."""
+    """Number of tokens that sender and receiver share in these prompts."""
 
     @property
     def name(self) -> str:

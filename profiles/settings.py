@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DTYPES: Final = ("bfloat16", "float16", "float32")
 """Names of torch's dtypes."""
 LOG: Final = "log:"
-"""Prefix of data that are a server's request log."""
+"""Prefix of a value of `data` that names a request log of a server."""
 _TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
@@ -164,8 +164,8 @@ class Settings:
         "N",
     )
     plans: int = _choice(MOST_TRIED, "most blocks that are decoded, and that the gate tries", "N")
-    """Most plans that are decoded and tried at first. Up to half as many further plans are tried if
-    they may still save work."""
+    """Largest number of plans that are decoded and tried at first. Up to half as many further plans
+    are tried if they may still save work."""
     most_contexts: int = _choice(
         MOST_CONTEXTS,
         "most held-out contexts of each task that judge; a plan ends earlier once it is proven",

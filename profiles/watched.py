@@ -31,7 +31,7 @@ from profiles.stats.gate import still_open
 from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Scores
 
 MOST_REFINED: Final = 4
-"""Most plans that are decoded in addition to the best two of a coarse grid."""
+"""Largest number of plans that are decoded in addition to the best two of a coarse grid."""
 
 
 @dataclass(frozen=True, slots=True)

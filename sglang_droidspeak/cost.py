@@ -33,8 +33,8 @@ from cachetree import Span
 from cachetree.planning import Margin, PrefillCost, full_prefill_s, most_of, weighted_median
 
 _PER_LENGTH: Final = 8
-"""Most passes that are kept for each length. All lengths between two powers of two count as one
-length."""
+"""Largest number of passes that are kept for each length. All lengths between two powers of two
+count as one length."""
 _LEAST_PER_LENGTH: Final = 3
 """Fewest passes that correct the fit at their length. With fewer, one outlier could decide."""
 _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
@@ -57,9 +57,11 @@ _NOTICE_S: Final = 0.001
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_MODELS: Final = 256
-"""Most models with passes of their own. Beyond it, the model that came first is dropped."""
+"""Largest number of models with passes of their own. Beyond it, the model that came first is
+dropped."""
 _MAX_OPEN: Final = 64
-"""Most passes on the device that may wait until their time is read. The oldest are dropped."""
+"""Largest number of passes on the device that may wait until their time is read. The oldest are
+dropped."""
 _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
 """First and last event of a pass on the device, and the function to call with its seconds."""
 

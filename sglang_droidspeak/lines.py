@@ -20,8 +20,8 @@ MAX_REMEMBERED: Final = 8
 
 
 class Lines:
-    """The models that this server has served, and the lines' plans for them. Scheduler thread
-    only."""
+    """The models that this server has served, and their plans by the profiles of lines. Only the
+    scheduler's thread uses it."""
 
     def __init__(self, profiles: Sequence[LineProfile]) -> None:
         self._profiles: Final = profiles

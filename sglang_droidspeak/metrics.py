@@ -177,7 +177,7 @@ class Metrics:
         )
 
     def count_hicache_objects(self, result: str, num: int) -> None:
-        """Count objects of the HiCache backend by result. Any thread."""
+        """Count objects of the HiCache backend by result. Thread-safe."""
         self.hicache_objects.labels(result).inc(num)
 
     def count_outcome(self, outcome: str, *, exact: bool = True, num_approximate: int = 0) -> None:
@@ -275,7 +275,8 @@ class CacheMetrics:
         *,
         beside: Callable[[], None],
     ) -> None:
-        """`beside` is called after each copy. It writes other values."""
+        """Copy the numbers of `status` into metrics again and again. `beside` is called after each
+        copy, and writes other metrics."""
         self._status = status
         self._beside = beside
         gauge = partial(Gauge, multiprocess_mode="livesum")

@@ -1,4 +1,4 @@
-"""The source follows the import table, and the calls that packages must not make."""
+"""The source follows the table of imports, and packages call nothing that they must not call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("cachetree", "profiles", "sglang_droidspeak")
 
 @dataclass(frozen=True)
 class Rule:
-    """Modules under one of `where` and none of `unless` import nothing of `never`."""
+    """Modules under one of `where`, but not under one of `unless`, import nothing of `never`."""
 
     where: tuple[str, ...]
     never: tuple[str, ...]
@@ -95,7 +95,7 @@ MAY_PRINT = ("*/cli*", "*/demo*", "*/__main__")
 
 
 def _is_under(module: PurePosixPath, places: tuple[str, ...]) -> bool:
-    """Whether the module (a path without .py) is one of these places or inside one."""
+    """Return whether the module (a path without .py) is one of these places or inside one."""
     paths = [str(path) for path in (module, *module.parents)]
     return any(fnmatchcase(path, place) for path in paths for place in places)
 
@@ -106,7 +106,7 @@ def _modules() -> list[PurePosixPath]:
 
 
 def imports(source: str, package: str) -> Iterator[str]:
-    """Dotted names of everything imported anywhere in `source`, in functions too."""
+    """Return the dotted names of everything that is imported in `source`, in functions too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -125,7 +125,7 @@ def imports(source: str, package: str) -> Iterator[str]:
 
 
 def calls(source: str) -> Iterator[str]:
-    """Dotted names of everything called, with the modules' real names."""
+    """Return the dotted names of everything that is called, with the modules' real names."""
     tree = ast.parse(source)
     names: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -174,7 +174,7 @@ def test_the_import_table_holds(module: PurePosixPath) -> None:
 
 
 def public_names(face: Path) -> set[str]:
-    """`__all__` of a package, read without importing it."""
+    """Return `__all__` of a package, without importing the package."""
     for node in ast.parse(face.read_text()).body:
         if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets):
             return set(ast.literal_eval(node.value))
@@ -182,7 +182,7 @@ def public_names(face: Path) -> set[str]:
 
 
 def private_names(module: PurePosixPath, source: str) -> list[str]:
-    """Names of the cache that `source` imports although no package exports them."""
+    """Return the names of the cache that `source` imports although no package exports them."""
     return [
         f"{module} imports {name}"
         for name in imports(source, ".".join(module.parent.parts))
@@ -218,7 +218,8 @@ def test_a_private_name_is_seen(source: str) -> None:
 
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Module to the modules it names, also for type checking alone; packages by their names."""
+    """Return, for each module, the modules that it imports, also for type checking alone. Packages
+    have their own names."""
     graph = {}
     for module, source in sources.items():
         names = set(imports(source, module.rpartition(".")[0]))
@@ -228,7 +229,8 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another in a ring, the first one twice; empty where none do."""
+    """Return modules that import one another in a ring, with the first one repeated at the end.
+    Without a ring, the list is empty."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as exc:
@@ -237,7 +239,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def _sources(package: str) -> dict[str, str]:
-    """Sources by dotted name. A package's `__init__` has the package's name."""
+    """Return the sources by dotted name. A package's `__init__` has the package's name."""
     modules = [module for module in _modules() if module.parts[0] == package]
     return {_dotted_name(module): (ROOT / module).read_text() for module in modules}
 
@@ -356,7 +358,7 @@ def test_a_forbidden_call_is_seen(source: str) -> None:
 
 
 def many_parameters(source: str) -> Iterator[str]:
-    """Functions that take more than six."""
+    """Return the functions that take more than six parameters."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             args = node.args
@@ -383,8 +385,8 @@ def test_a_function_that_takes_seven_is_seen() -> None:
 
 
 def test_the_front_end_imports_no_metrics() -> None:
-    """prometheus_client decides as it is imported whether processes share their numbers, by what
-    SGLang sets only after it has checked its arguments."""
+    """When prometheus_client is imported, it decides whether processes share their numbers. It
+    reads a variable that SGLang sets only after checking its arguments."""
     modules = ("plugin", "engine.asking", "guard.shadows", "start.this_server")
     imports = "\n".join(f"import sglang_droidspeak.{it}" for it in modules)
     code = f"{imports}\nimport sys\nassert 'prometheus_client' not in sys.modules"

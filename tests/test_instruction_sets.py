@@ -1,4 +1,4 @@
-"""Numbers are right whatever instructions a CPU has, and however many threads compute."""
+"""Numbers are right with any instruction set of the CPU, and with any number of threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SETS = {
     "avx2": {"DNNL_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "avx512": {"DNNL_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
 }
-"""The most that torch uses, by its own names, and the same for oneDNN and MKL."""
+"""The best instruction sets that torch may use, by its own names, and the same for oneDNN and
+MKL."""
 RUN = """
 import sys, pytest, torch
 assert torch.backends.cpu.get_cpu_capability().lower() == sys.argv[1]

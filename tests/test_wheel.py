@@ -1,4 +1,4 @@
-"""The wheel: small, only the packages, and enough to run the commands without the repository."""
+"""The wheel is small, has only the packages, and can run the commands without the repository."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ sys.exit(script.load()(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, because setuptools leaves folders in what it builds."""
+    """Build the wheel from a copy, because setuptools leaves folders in the tree that it builds
+    from."""
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     sources.mkdir()

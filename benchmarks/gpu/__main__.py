@@ -59,7 +59,7 @@ QUANTISED = "awq or gptq or fp8"
 SLOWER = 5
 """Factor by which a rehearsal on CPUs may take longer."""
 _FEW_TOKENS = 256
-"""Tokens of a part that runs under a sanitizer."""
+"""Number of tokens of a part that runs under a sanitizer."""
 
 
 def on_device(name: str, num_tokens: int) -> Iterator[Found]:

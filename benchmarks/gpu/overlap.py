@@ -35,7 +35,7 @@ WIDE = 14336
 CHUNK = 8192
 """Tokens of one forward, as in SGLang's chunked prefill."""
 GOAL_PERCENT = 5.0
-"""Most percent that copies may add, if they are shorter than the computed layer."""
+"""Largest share, in percent, that copies may add, if they are shorter than the computed layer."""
 WAYS = ("scatter", "kernel", "dma")
 Way = Callable[[int], object]
 """Function that copies one layer of a `Loads` on the current stream."""

@@ -25,7 +25,7 @@ class Ask:
     document: int
     tokens: Sequence[int]
     num_new: int
-    """Tokens to generate."""
+    """Number of tokens to generate."""
     controls: Mapping[str, Any] | None
     """Settings of the extension. None if the server has no extension."""
 

@@ -51,7 +51,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     question_tokens: int
     new_tokens: int
     num_requests: int
-    """Requests of each contender at each rate."""
+    """Number of requests of each contender at each rate."""
     loads: tuple[float, ...]
     """Rates, as shares of the replicas' capacity by full prefill."""
     more_loads: tuple[float, ...]

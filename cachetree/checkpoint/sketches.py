@@ -97,8 +97,8 @@ def _values(dtype: str, piece: Any) -> NDArray[np.float32]:
 
 @cache
 def _signs_of_all() -> NDArray[np.float32]:
-    """Return the signs of the values of a piece. They are the same for every piece: `_sketch` gives
-    each piece's sums further signs of their own."""
+    """Return the signs by which the values of a piece are multiplied. Every piece has the same
+    ones, and `_sketch` then multiplies the sums of each piece by signs of its own."""
     return _signs("", _PIECE).reshape(_ROWS, _WIDTH)
 
 

@@ -12,7 +12,8 @@ from cachetree.ids import ModelId, PageHash, Part
 from cachetree.tree import CacheTree, Lease
 
 _MAX_ROOM_S: Final = 1.0
-"""Most seconds that a line waits for room, while readers still use the memory that it needs."""
+"""Largest number of seconds that a line waits for room, while readers still use the memory that it
+needs."""
 _LOOK_S: Final = 0.01
 
 LetGo = Callable[[], object]

@@ -37,7 +37,7 @@ bytes are no longer in memory; the written file is then removed.
 """
 
 MAX_FILE_BYTES: Final = 64 << 20
-"""Most bytes of a file. Larger entries are cut into several files."""
+"""Largest number of bytes of a file. Larger entries are cut into several files."""
 _PIECE_BYTES: Final = 256 << 10
 """Bytes that are checked at a time. They fit the second-level cache, where the copy has left
 them."""
@@ -46,7 +46,7 @@ _MAGIC: Final = b"ctree-e%d" % FORMAT
 _PREFIX: Final = struct.Struct("<8sQQ")
 _CHECKSUM_BYTES: Final = 8
 _MAX_HEAD_BYTES: Final = MAX_FILE_BYTES
-"""Most bytes that a damaged file can make a reader allocate."""
+"""Largest number of bytes that a damaged file can make a reader allocate."""
 
 Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=PAGE_HASH_BYTES)]
 

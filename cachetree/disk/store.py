@@ -38,7 +38,7 @@ class DiskCounts(msgspec.Struct, kw_only=True):
     """Writes that failed because the disk was full or failed, or because the budget had no room."""
     num_read_bytes: int = 0
     num_damaged_entries: int = 0
-    """Entries that were damaged or unreadable, with the entries that depend on them."""
+    """Number of entries that were damaged or unreadable, with the entries that depend on them."""
     num_torn_writes: int = 0
     """Incomplete files that remained from processes that died."""
     num_evicted_entries: int = 0
@@ -54,7 +54,7 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     counts: DiskCounts
     num_late_entries: int = 0
-    """Entries that left memory before they could be written."""
+    """Number of entries that left memory before they could be written."""
     is_failing: bool = False
     """True if the last write failed, or the running write hangs."""
     is_paused: bool = False

@@ -103,7 +103,7 @@ class DiskTier:
 
     @property
     def num_free_promotions(self) -> int:
-        """Number of further calls of `promote` that the queue has room for. Any thread."""
+        """Number of further calls of `promote` that the queue has room for. Thread-safe."""
         return _MAX_PROMOTIONS - self._promotions.num_waiting
 
     def promote(
@@ -129,7 +129,8 @@ class DiskTier:
             done(lambda: None)
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """Note on disk, too, that these pages were used. They were read from memory."""
+        """Note on disk that these pages were used. They were read from memory, so the disk did not
+        see the use."""
         if self._reads.num_waiting < MAX_WAITING:
             for part in parts:
                 self._reads.put(partial(self._store.find, model, pages, part))

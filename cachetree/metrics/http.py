@@ -32,8 +32,8 @@ _PATIENCE_S: Final = 5.0
 _MOST_S: Final = 10.0
 """Longest time in seconds of one connection, even if bytes of its request still arrive."""
 _MAX_AT_ONCE: Final = 32
-"""Most connections, each with a thread. One more ends the oldest: a normal request takes
-milliseconds.
+"""Largest number of connections. Each has a thread. If one more comes, the oldest connection is
+closed: it is stuck, because a normal request takes milliseconds.
 """
 
 
@@ -81,7 +81,8 @@ class StatusPage(ThreadingHTTPServer):
     """
 
     request_queue_size = 128
-    """Most connections that wait in the kernel. A monitor beyond them waits a second."""
+    """Largest number of connections that wait in the kernel. A monitor beyond them waits a
+    second."""
 
     def __init__(self, address: Address, status: Callable[[], CacheStatus]) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)

@@ -163,7 +163,7 @@ class Demand:
     num_layers: int
     page_size: int
     num_pages: int
-    """Most pages of the prompt that may be reused, counted from its start."""
+    """Largest number of pages of the prompt that may be reused, counted from its start."""
     first_page: int = 0
     """Number of pages that the device has already."""
     first_approximate: int | None = None
@@ -172,7 +172,7 @@ class Demand:
     num_head: int = 0
     """Number of first pages that the receiver has to compute itself in approximate plans."""
     num_new_tokens: int = 0
-    """Tokens after `num_pages`, which are computed in any case."""
+    """Number of tokens after `num_pages`, which are computed in any case."""
     min_pages: int = 1
     """Fewest new pages that are worth a fetch."""
     num_waiting: int = 0
@@ -183,13 +183,14 @@ class Demand:
     is_lossy: bool = False
     """True if the family's entries are encoded everywhere except in the engine's own pool."""
     max_recompute_tokens: int | None = None
-    """Most tokens that are reused by a plan with recomputed layers. Longer prefixes are cut."""
+    """Largest number of tokens that are reused by a plan with recomputed layers. Longer prefixes
+    are cut."""
     max_stall_s: float | None = None
-    """Most seconds that recompute and copies may take in one step. Times that are not yet measured
-    count as 0. None: no limit."""
+    """Largest number of seconds that recompute and copies may take in one step. Times that are not
+    yet measured count as 0. None: no limit."""
     max_fetch_bytes: int | None = None
-    """Most bytes that one plan may fetch: the size of the staging memory. None: no limit. Pages
-    that this host already has do not count."""
+    """Largest number of bytes that one plan may fetch: the size of the staging memory. None: no
+    limit. Pages that this host already has do not count."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)
     """First layer at which a sender's weights differ from the receiver's, by sender. A sender that
     is not listed has the first difference of its profile."""

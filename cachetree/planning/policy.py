@@ -254,7 +254,7 @@ def _whole_plan(demand: Demand, match: Match, quality: BlockQuality, first_diffe
 def _fitted(
     option: _Option, demand: Demand, match: Match, starts: Sequence[int], costs: Costs
 ) -> _Option:
-    """Cut the plan to the allowed pages, and price it. `starts` has the layers at which options
+    """Cut the plan to the allowed pages, and price it. `starts` are the layers at which a plan may
     begin."""
     plan, start, stop = option.plan, option.plan.pages.start, option.plan.pages.stop
     with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])

@@ -37,7 +37,7 @@ class PrefillCost:
     margin: float = 1.0
     """Factor between recent passes and their predictions."""
     most_tokens: float = inf
-    """Most tokens of one pass; more tokens take several passes."""
+    """Largest number of tokens of one pass; more tokens take several passes."""
     known_tokens: float = inf
     """Tokens of the longest pass that was measured."""
     curve: tuple[tuple[float, float], ...] = ()
@@ -97,10 +97,10 @@ class Link:
     backlog: Sequence[int] = ()
     """Bytes that each running fetch still has to transfer."""
     ahead: int = 0
-    """Most bytes that the link transfers before a new fetch. They belong to fetches with an earlier
-    turn, and to abandoned fetches that cannot be stopped any more."""
+    """Largest number of bytes that the link transfers before a new fetch. They belong to fetches
+    with an earlier turn, and to abandoned fetches that cannot be stopped any more."""
     frame_bytes: int = 0
-    """Most bytes of a frame. Arrived bytes count frame by frame."""
+    """Largest number of bytes of a frame. Arrived bytes count frame by frame."""
     copy_byte_s: float = 0.0
     """Seconds per byte from host memory into the device's KV slots."""
 

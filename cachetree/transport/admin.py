@@ -55,7 +55,7 @@ Answer = Callable[[verbs.ToPeer], None]
 
 
 _NODES: Final = 128
-"""Most tree nodes that an eviction visits in one turn of the worker: some 10 ms."""
+"""Largest number of tree nodes that an eviction visits in one turn of the worker: some 10 ms."""
 
 
 @dataclass(eq=False)

@@ -67,7 +67,8 @@ class ChangeQueue:
 
 
 ENTRY_PAGES: Final = 2048
-"""Most pages in one `Entries` message: 32 KiB of hashes, which delay a frame only briefly."""
+"""Largest number of pages in one `Entries` message: 32 KiB of hashes, which delay a frame only
+briefly."""
 
 _ENTRY_WEIGHT: Final = 8
 """Size of an entry without its pages, as a number of page hashes."""
@@ -110,7 +111,7 @@ Advert = Reset | Entries | Synced
 _NOTHING: Final = -1
 """Number of confirmed changes of a peer that has confirmed nothing: below all real numbers."""
 MAX_UNANSWERED: Final = 256
-"""Most `Entries` that a peer may leave unanswered. Further messages wait."""
+"""Largest number of `Entries` that a peer may leave unanswered. Further messages wait."""
 MUTE_S: Final = 5.0
 """Seconds without an answer after which no thread waits any longer for this peer."""
 
@@ -156,7 +157,7 @@ class Advertiser:
     def knowing(self) -> Callable[[], bool]:
         """Return a check: it is true once the peer knows the tree as it is now.
 
-        The check is also true if the peer is gone, or has not answered for `MUTE_S`. Any thread.
+        The check is also true if the peer is gone, or has not answered for `MUTE_S`. Thread-safe.
         """
         num_changes = self._changes.num_noted
         return lambda: (
@@ -200,12 +201,12 @@ class Advertiser:
 
 
 _MOST_PAGES: Final = 1_000_000
-"""Most pages of one worker that are noted. A page counts once for each model. All of them take some
-130 MB, or 1 GB if each page has a tree node of its own."""
+"""Largest number of pages of one worker that are noted. A page counts once for each model. All of
+them take some 130 MB, or 1 GB if each page has a tree node of its own."""
 
 _MOST_MODELS: Final = 512
-"""Most models noted of one worker. With so many models, a match holds the tree's lock for some
-2 ms."""
+"""Largest number of models noted of one worker. With so many models, a match holds the tree's lock
+for some 2 ms."""
 
 
 class RemoteView:

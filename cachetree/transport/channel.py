@@ -22,11 +22,12 @@ from cachetree.transport.receiver import FrameReceiver
 from cachetree.transport.send_queue import SendQueue
 
 _MAX_READS: Final = 64
-"""Most reads from the socket in one call of `receive`."""
+"""Largest number of reads from the socket in one call of `receive`."""
 _WAKE_BYTES: Final = 1 << 20
 """Bytes of a frame that have to arrive before the receiver wakes: each wakeup takes time."""
 _UNSENT_BYTES: Final = 256 << 10
-"""Most unsent bytes in the kernel. More would not stay in the processor's caches until sent."""
+"""Largest number of unsent bytes in the kernel. More would not stay in the processor's caches until
+sent."""
 _KEEPALIVE_PROBES: Final = 3
 
 

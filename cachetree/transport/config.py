@@ -40,15 +40,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: Model = ""
     """Id of the model that this server runs; empty if it runs none."""
     max_bytes_per_s: float | None = None
-    """Most bytes per second that all fetches together may send. None: no limit."""
+    """Largest number of bytes per second that all fetches together may send. None: no limit."""
     max_streams: int = 256
-    """Most fetches served at once. Further fetches are refused. A peer may have at most three times
-    as many fetches as there are free places."""
+    """Largest number of fetches served at once. Further fetches are refused. A peer may have at
+    most three times as many fetches as there are free places."""
     max_peers: int = 256
-    """Most sessions at once. Further peers are refused."""
+    """Largest number of sessions at once. Further peers are refused."""
     max_pending_changes: int = 4096
-    """Most changes of the tree queued for a peer that does not read. A peer with more changes to
-    read gets a new snapshot instead."""
+    """Largest number of changes of the tree queued for a peer that does not read. A peer with more
+    changes to read gets a new snapshot instead."""
     shared_memory: bool = True
     """Let peers on this host copy pages from this process's memory: they get only the positions.
     Other peers get frames."""
@@ -96,7 +96,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     frame_bytes: int = 4 << 20
     """Largest payload that the worker may send in one frame."""
     connect_s: float = 2.0
-    """Most seconds for connection and handshake together."""
+    """Largest number of seconds for connection and handshake together."""
     reconnect_s: float = 0.1
     """Longest pause in seconds before the second attempt to connect. It doubles with each attempt,
     up to ten times this value. The real pause is a random share of it, so that not all peers of a

@@ -96,7 +96,8 @@ class Connection:
         self.last_id = NOT_ASKED
         """Id of the newest fetch."""
         self.owed: Final[dict[int, int]] = {}
-        """Most bytes that may still arrive for fetches that ended early, by the fetch's id."""
+        """Largest number of bytes that may still arrive for fetches that ended early, by the
+        fetch's id."""
         self.arena: ArenaReader | None = None
         """The worker's memory, if this peer reads it."""
         self._poller = zmq.Poller()

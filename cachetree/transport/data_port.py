@@ -21,12 +21,12 @@ from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
 _BACKLOG: Final = 4096
-"""Most connections that wait in the kernel. The kernel hides connections that have sent nothing,
-until so many wait; then it shows all."""
+"""Largest number of connections that wait in the kernel. The kernel hides connections that have
+sent nothing, until so many wait; then it shows all."""
 _MAX_TICKETS: Final = 1024
-"""Most unused tickets. If there are more, the oldest ticket becomes invalid."""
+"""Largest number of unused tickets. If there are more, the oldest ticket becomes invalid."""
 _MAX_SILENT: Final = 256
-"""Most accepted connections that have sent nothing yet."""
+"""Largest number of accepted connections that have sent nothing yet."""
 _SILENT_S: Final = 2
 """Seconds after which a connection that has sent nothing is closed."""
 

@@ -23,7 +23,7 @@ log = logging.getLogger("cachetree.directory")
 
 ASK_EVERY_S: Final = 3.0
 MAX_FOUND: Final = 256
-"""Most workers taken from one directory, the same number as a worker's `max_peers`."""
+"""Largest number of workers taken from one directory, the same number as a worker's `max_peers`."""
 
 _EXAMPLE: Final = "write dns://NAME:PORT"
 

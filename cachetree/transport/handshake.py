@@ -45,10 +45,11 @@ _CIPHER_BYTES: Final = 33
 by them."""
 
 _RECEIVED: Final = 64
-"""Most messages from one connection that wait to be read. Then the sender has to wait."""
+"""Largest number of messages from one connection that wait to be read. Then the sender has to
+wait."""
 _SENT: Final = 256
-"""Most messages to one connection that wait to be sent. If so many wait, further messages are
-dropped."""
+"""Largest number of messages to one connection that wait to be sent. If so many wait, further
+messages are dropped."""
 
 _HANDSHAKE_MS: Final = 5000
 """Time in ms after which a connection without a completed handshake is closed."""
@@ -59,10 +60,10 @@ _ADMIN: Final = b"admin"
 _READER: Final = b"reader"
 """User id that libzmq attaches to each message of a reader."""
 _MAX_EVENTS: Final = 256
-"""Most handshakes that one turn of the worker decides, and most events that it reads."""
+"""Largest number of handshakes that one turn of the worker decides, and of events that it reads."""
 _MAX_CONNECTIONS: Final = 256
-"""Most open connections that have never sent a message, and most that have. A normal connection
-lasts milliseconds: one question and its answer."""
+"""Largest number of open connections that have never sent a message, and of those that have. A
+normal connection lasts milliseconds: one question and its answer."""
 _EVENTS: Final = (  # Without the events that AccessControl causes, which it reports itself.
     FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 )

@@ -11,7 +11,8 @@ from cachetree.planning import FREE_LINK, Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
-"""Most seconds of unused rate that a busy link may use later, if its thread ran late."""
+"""Largest number of seconds of unused rate that a busy link may use later, if its thread ran
+late."""
 
 FRAME_S = 0.01
 """Longest time of a frame in seconds under a cap, so that a slow link stays smooth."""
@@ -62,8 +63,8 @@ class Bandwidth:
     _CHANGED = 1.5
     """Factor between measured and predicted time, either way, that shows a change of the link."""
     _SHORT_S = 0.01
-    """Most seconds that the bytes of a short fetch take. The rest of a short fetch's time measures
-    the fixed time. In longer fetches the rest is noise."""
+    """Largest number of seconds that the bytes of a short fetch take. The rest of a short fetch's
+    time measures the fixed time. In longer fetches the rest is noise."""
     _TRIP_S = 0.0005
     """Seconds of a round trip in one rack, assumed until a short fetch was measured."""
     _LONG = 4.0

@@ -112,12 +112,12 @@ class Peer:
 
     @property
     def link(self) -> Link | None:
-        """Measured link to the worker, for a new fetch. None before the first. Any thread."""
+        """Measured link to the worker, for a new fetch. None before the first. Thread-safe."""
         return self._fetches.free_link
 
     @property
     def status(self) -> PeerStatus:
-        """Return the worker's state in numbers. Any thread."""
+        """Return the worker's state in numbers. Thread-safe."""
         connection = self._fetches.connection
         return msgspec.structs.replace(
             self._counts,

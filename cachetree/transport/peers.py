@@ -91,8 +91,8 @@ class Peers:
         self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return all peers and directories, each with its state in a few words. Does not wait. Any
-        thread."""
+        """Return all peers and directories, each with its state in a few words. Does not wait.
+        Thread-safe."""
         return (*(it.status.source for it in self.now.values()), *map(_source, self._tasks))
 
     def wait_ready(self, deadline: Deadline) -> bool:

@@ -84,7 +84,7 @@ class PendingFetches:
     @property
     def free_link(self) -> Link | None:
         """Measured link for a new fetch, which waits for the bytes of ended fetches that may still
-        arrive. Any thread."""
+        arrive. Thread-safe."""
         link, connection = self.bandwidth.link, self.connection
         if link is None or connection is None:
             return link

@@ -42,16 +42,17 @@ _Steps = Generator[float, None, None]
 """Work in steps. Each step yields the seconds until the next step has to run at the latest."""
 
 _MAX_WAITING: Final = 1 << 16
-"""Most entries of one peer that wait to be copied."""
+"""Largest number of entries of one peer that wait to be copied."""
 _MAX_GIVEN_UP: Final = 1 << 13
-"""Most evicted entries that are remembered."""
+"""Largest number of evicted entries that are remembered."""
 _PART_BYTES: Final = 64 << 20
-"""Most bytes of one fetch. A larger entry takes several fetches. After each fetch, its pages can be
-read."""
+"""Largest number of bytes of one fetch. A larger entry takes several fetches. After each fetch, its
+pages can be read."""
 _PART_S: Final = 0.25
-"""Most seconds of one fetch under a limit of the rate, unless one page takes longer."""
+"""Largest number of seconds of one fetch under a limit of the rate, unless one page takes
+longer."""
 _MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2
-"""Most pages of one fetch, so that one message can name them."""
+"""Largest number of pages of one fetch, so that one message can name them."""
 _FETCH_S: Final = MAX_REQUEST_S
 """Seconds until the deadline of one fetch."""
 _PAUSE_S: Final = 0.5
@@ -59,7 +60,7 @@ _PAUSE_S: Final = 0.5
 _CLAIMED_S: Final = 0.01
 """Seconds between two checks whether another peer's thread has fetched the same pages."""
 _BURST: Final = 64
-"""Most entries that are visited in one turn of the peer's thread."""
+"""Largest number of entries that are visited in one turn of the peer's thread."""
 
 
 class Keeper:

@@ -70,8 +70,8 @@ class FrameReceiver:
             self.mark_received(frame, is_sound=digest == frame.checksum)
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
-        """Return the memory for the next frame's payload. None if the frame is wrong, after a call
-        of `broke`."""
+        """Return the memory for the next frame's payload. If the frame is wrong, call `broke` and
+        return None."""
         try:
             return self._room(frame)
         except FetchError as exc:

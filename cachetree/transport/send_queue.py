@@ -28,13 +28,13 @@ _FIRST_BATCH_BYTES: Final = 4 << 20
 _BATCH_S: Final = 0.02
 """Seconds that sending one batch should take. Frames queued meanwhile wait for it."""
 _MAX_BUFFERS: Final = 1024
-"""Most buffers that the kernel takes in one call."""
+"""Largest number of buffers that the kernel takes in one call."""
 _MANY_MESSAGES: Final = 64
 """Number of waiting messages at which `has_room` becomes false."""
 _MAX_MESSAGES: Final = 1024
-"""Most waiting messages. If more wait, the other side does not read."""
+"""Largest number of waiting messages. If more wait, the other side does not read."""
 _MAX_SEALED: Final = (1 << 20) // frames.PIECE_BYTES
-"""Most sealed pieces that wait for the kernel."""
+"""Largest number of sealed pieces that wait for the kernel."""
 
 
 class _Part(NamedTuple):

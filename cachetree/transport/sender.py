@@ -24,7 +24,7 @@ _JOIN_BYTES: Final = 64 << 10
 would cost more."""
 
 LOCATED_BYTES: Final = 4 << 20
-"""Most bytes in one `Located` message."""
+"""Largest number of bytes in one `Located` message."""
 _REMEMBERED_BYTES: Final = 128 << 10
 """Bytes of a slab for which it may remember one checksum. A checksum takes about 250 bytes."""
 _LEAST_REMEMBERED: Final = 256
@@ -194,7 +194,8 @@ def _checksum(slab: Slab, parts: Sequence[memoryview]) -> int:
 
 
 BURST: Final = 16
-"""Most frames that one call of `send` sends, before the worker reads messages again."""
+"""Largest number of frames that one call of `send` sends, before the worker reads messages
+again."""
 
 
 class SendScheduler:

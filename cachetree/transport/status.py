@@ -35,11 +35,12 @@ class PullStatus(msgspec.Struct, kw_only=True):
     num_bytes: int = 0
     """Bytes of completed fetches."""
     num_gone: int = 0
-    """Entries that the peer no longer had in memory when their turn came."""
+    """Number of entries that the peer no longer had in memory when their turn came."""
     num_failed: int = 0
-    """Entries that were left out: there was no room, a fetch failed, or too many waited."""
+    """Number of entries that were left out: there was no room, a fetch failed, or too many
+    waited."""
     num_waiting: int = 0
-    """Entries that wait to be copied. The entry that is being fetched counts, too."""
+    """Number of entries that wait to be copied. The entry that is being fetched counts, too."""
     error: str = ""
     """Reason why the last entry was left out. Empty after a later success."""
 
@@ -49,7 +50,7 @@ class PeerStatus(msgspec.Struct, kw_only=True):
 
     num_failed_fetches: int = 0
     num_retries: int = 0
-    """Requests for the missing bytes of interrupted fetches."""
+    """Number of requests for the missing bytes of interrupted fetches."""
     num_landed_bytes: int = 0
     num_losses: int = 0
     num_resyncs: int = 0
@@ -72,10 +73,10 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     bytes_per_s: float | None = None
     """Rate of recent fetches in bytes per second. None if there were no recent fetches."""
     num_pages: int = 0
-    """Pages of the worker in this server's tree. A page counts once for each model."""
+    """Number of pages of the worker in this server's tree. A page counts once for each model."""
     num_dropped_pages: int = 0
-    """Pages of the worker that are missing in this server's tree: the worker has more pages or
-    models than the limit for one worker.
+    """Number of pages of the worker that are missing in this server's tree: the worker has more
+    pages or models than the limit for one worker.
     """
     pulls: PullStatus | None = None
     """Copies of the worker's entries. None if this cache keeps no copies."""

@@ -23,7 +23,8 @@ ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, or a directory of workers, that the asked server reads from."""
+    """A worker or a directory of workers from which a server reads. The server names it in its
+    answer."""
 
     address: str
     state: str

@@ -7,7 +7,7 @@ import threading
 from typing import Final
 
 CLOSE_S: Final = 5.0
-"""Most seconds to wait until a closing thread has ended."""
+"""Largest number of seconds to wait until a closing thread has ended."""
 
 
 class Wakeup:

@@ -56,10 +56,10 @@ MAX_REQUEST_S: Final = 60.0
 """Longest time in seconds that a worker serves one fetch."""
 
 MAX_ENTRIES: Final = 256
-"""Most entries in one `Entries`."""
+"""Largest number of entries in one `Entries`."""
 
 MAX_PLACES: Final = 256
-"""Most places in one `Located`."""
+"""Largest number of places in one `Located`."""
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
 """Id of a model, of limited length."""
@@ -86,7 +86,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     ticket: Ticket | None = None
     """Ticket for the data connection. None in a peer's Hello, and if the peer is refused."""
     budget_bytes: int = 0
-    """Most bytes that the worker can store, in memory and on disk. 0 in a peer's Hello."""
+    """Largest number of bytes that the worker can store, in memory and on disk. 0 in a peer's
+    Hello."""
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
@@ -132,7 +133,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     first_byte: int = 0
     """First byte to send, counted over all steps in order. Earlier bytes have landed already."""
     frame_bytes: int
-    """Most bytes of a frame's payload."""
+    """Largest number of bytes of a frame's payload."""
     reads_arena: bool = False
     """True if the peer copies from the worker's shared memory itself."""
     timeout_ms: int

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.25
 _MAX_RECEIVED: Final = 64
-"""Most ZMQ messages that one turn of the worker's loop answers."""
+"""Largest number of ZMQ messages that one turn of the worker's loop answers."""
 
 
 class Worker:
@@ -118,7 +118,7 @@ class Worker:
 
     def knowing(self) -> Callable[[], bool]:
         """Return a function that returns True once all peers know the tree of this moment. Peers
-        that have left do not count. Any thread."""
+        that have left do not count. Thread-safe."""
         each = [session.advertiser.knowing() for session in tuple(self._sessions)]
         return lambda: all(knows() for knows in each)
 
@@ -129,12 +129,12 @@ class Worker:
         self._thread.join(CLOSE_S)
 
     def run(self, model: ModelId) -> None:
-        """Set the id of the model that this server runs, for future handshakes. Any thread."""
+        """Set the id of the model that this server runs, for future handshakes. Thread-safe."""
         self._service.counts.model = model
 
     def status(self) -> verbs.Status:
-        """Return the worker's state in numbers. They need not all be of the same moment. Any
-        thread."""
+        """Return the worker's state in numbers. They need not all be of the same moment.
+        Thread-safe."""
         service = self._service
         fields = msgspec.structs.asdict(service.counts).items()
         return msgspec.structs.replace(
@@ -154,7 +154,7 @@ class Worker:
 
     @property
     def turn_age_s(self) -> float:
-        """Seconds since the last turn of the worker's loop. Any thread."""
+        """Seconds since the last turn of the worker's loop. Thread-safe."""
         return self._service.clock() - self._turned_at_s
 
     def _bound(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:

@@ -48,10 +48,10 @@ class Eviction:
     Eviction begins with the leaves: an entry's turn comes after the last entry below it, which
     passes its last use on.
 
-    A use only raises a number. An entry that reaches the front with an outdated number is queued
-    again with its present one. An entry that reaches the front while it has children or is held is
-    removed from the queue, until it is added again. So no search meets the same entry twice in
-    vain.
+    Each use gives an entry a larger number, and leaves the queue as it is. An entry that reaches
+    the front of the queue with an outdated number is queued again with its present one. An entry
+    that reaches the front while it has children or is held is removed from the queue, until it is
+    added again. So no search meets the same entry twice in vain.
 
     Most new items have the largest number so far, and are appended to a line; the others go into a
     heap. With all items in the heap, an eviction takes a fifth longer.

@@ -27,7 +27,7 @@ _RETENTION: Final = Retention()
 _EVICTIONS: Final = SLICE // 2
 """Evictions in one slice. An eviction takes twice as long as a look at a node."""
 _MOST_SWEPT: Final = 512
-"""Most entries past their time to live that one sweep evicts. They take some 30 ms."""
+"""Largest number of entries past their time to live that one sweep evicts. They take some 30 ms."""
 
 
 class CacheTree:

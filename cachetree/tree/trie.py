@@ -192,9 +192,9 @@ class PageTrie:
         `pages`.
 
         Only the two ends of each node are compared. A node with a local entry, and every node above
-        it, was computed here or stored as exact KV. So there one right page proves all before it.
-        Other nodes were only advertised. A location with the first page of such a node has no other
-        node in its place. If the last page is right, too, the location has the whole node right.
+        it, was computed here or stored as exact KV. So there one right page proves that all pages
+        before it are right. The other nodes were only advertised, and there both ends have to be
+        right: a location has no two nodes with the same first page.
         """
         while not node.local and (above := node.parent) is not None:
             at = node.start

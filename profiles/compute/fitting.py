@@ -24,7 +24,7 @@ from profiles.compute.study import DocumentPasses
 PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
 """Penalties to try, relative to the mean variance of a column of E."""
 NUM_FITTED: Final = 36
-"""Contexts of each task on which maps are fitted."""
+"""Number of contexts of each task on which maps are fitted."""
 TRYING: Final = 4
 """One context in each group of this many chooses the penalty; the others fit the map."""
 

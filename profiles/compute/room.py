@@ -36,8 +36,8 @@ FREE_SHARE: Final = 0.8
 MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
 MOST_HOLES: Final = GIB // 2
-"""Most bytes in holes: sixteen blocks just too small to be unmapped. A layer never has more of them
-at a time."""
+"""Largest number of bytes in holes: sixteen blocks just too small to be unmapped. A layer never has
+more of them at a time."""
 SOLVING: Final = 4
 """Factor between the memory for solving one map in float64 and the map's sums."""
 
@@ -47,7 +47,7 @@ class Room:
     """Largest batches that fit on the device."""
 
     rows: int
-    """Rows that go through a layer together."""
+    """Number of rows that go through a layer together."""
     positions: int
     """Number of tokens that may have a distribution over the vocabulary at the same time."""
 

@@ -243,9 +243,9 @@ def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
 
 
 def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
-    """Return the mixture of each plan: a source's index for every layer. The first indices are
-    `THEIRS` and `OWN`. From `FIRST_NEW` on, the sources are the `longest_runs`, then every
-    blend."""
+    """Return the mixture of each plan: for every layer, the index of a source. The indices are
+    `THEIRS` and `OWN`, then from `FIRST_NEW` on one for each of the `longest_runs`, then one for
+    each blend."""
     runs = [(run.start, e_map) for run, e_map in longest_runs(plans)]
     places = count(FIRST_NEW + len(runs))
     mixtures: list[Mixture] = []

@@ -64,9 +64,9 @@ class Document:
     questions: tuple[Question, ...]
     task: Task
     opening: int = 0
-    """Tokens of the prefix that precede the context."""
+    """Number of tokens of the prefix that precede the context."""
     tail: int = 0
-    """Tokens of the context at the start of every suffix."""
+    """Number of tokens of the context at the start of every suffix."""
 
 
 def key_of(document: Document) -> str:
@@ -146,7 +146,7 @@ def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
 
 
 def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
-    """Group the places of documents by task."""
+    """Group the documents by task: for each task, the positions of its documents in the list."""
     places: dict[Task, list[int]] = {}
     for place, document in enumerate(documents):
         places.setdefault(document.task, []).append(place)

@@ -45,8 +45,8 @@ _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
 """Fields of a request, apart from its messages, that change the prompt."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
-"""Divisor of a context's length. Prompts of one context may share this part beyond the context, or
-a page if that is longer."""
+"""Divisor of a context's length. Prompts of one context may share some tokens beyond it: this part
+of its length, or a page if that is longer."""
 
 
 class _Unusable(Exception):

@@ -173,7 +173,8 @@ def count(prediction: str, answer: str) -> float:
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """Share of all numbers in the text that equal the number of the answer's paragraph."""
+    """The right answer names a paragraph by its number. The score is the share of this number among
+    all numbers in the text."""
     paragraph = _PARAGRAPH.search(answer)
     return count(prediction, paragraph[1]) if paragraph else 0.0
 

@@ -39,7 +39,8 @@ class AnswerPart(StrEnum):
     """First line that is not empty. After few-shot examples, a model often writes further examples
     behind its answer."""
     BEFORE_NEXT_QUESTION = "before_next_question"
-    """Text before the model's own next question, which few-shot examples suggest to it."""
+    """Text up to the next question that the model itself writes. Few-shot examples lead it to write
+    one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,8 +69,8 @@ PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
 _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
 """Settings that change the trained adapter, in addition to models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
-"""Divisors of the number of training steps. The first held-out contexts are scored after each such
-part of the training, and before the first step."""
+"""Divisors of the number of training steps. The first held-out contexts are scored before the first
+step, and after that number of steps divided by each of these."""
 _LEARNED: Final[Mapping[str | None, str]] = {
     None: "the teacher's answers",
     "only": "the data's answers",

@@ -55,13 +55,13 @@ class Distilled(msgspec.Struct, frozen=True, kw_only=True):
     invocation: str
     invocation_tokens: tuple[int, ...]
     num_contexts: int
-    """Contexts that the adapter learned from."""
+    """Number of contexts that the adapter learned from."""
     num_questions: int
     steps: int
     rank: int
     tasks: tuple[JudgedTask, ...]
     num_shown: int
-    """Held-out contexts that the curve scores."""
+    """Number of held-out contexts on which the points of the curve are scored."""
     curve: tuple[CurvePoint, ...]
     tolerance: float
     passed: bool | None

@@ -33,7 +33,7 @@ from profiles.stats.gate import (
 )
 
 NUM_SHOWN: Final = 12
-"""Held-out contexts that the curve scores."""
+"""Number of held-out contexts on which the points of the curve are scored."""
 
 
 class Judge:
@@ -91,7 +91,8 @@ class Judge:
         ]
 
     def tasks(self, scored: Sequence[Scored], tolerance: float) -> tuple[JudgedTask, ...]:
-        """Scores of all lessons by data set, with the loss of the teacher's quality."""
+        """Return the scores of all lessons, grouped by data set, and how far the student's quality
+        is below the teacher's."""
         documents = [it.document for it in self._lessons]
         students = [it.quality for it in scored]
         teachers = [self._teacher_quality(it) for it in range(len(self._teacher))]

@@ -33,7 +33,7 @@ SAVE_EVERY_S: Final = 60.0
 WARM_UP: Final = 15
 """Steps until the learning rate reaches its peak; at most a quarter of all steps."""
 AT_ONCE: Final = 32
-"""Questions that are answered together."""
+"""Number of questions that are answered together."""
 _SMALL: Final = 1e-6
 
 

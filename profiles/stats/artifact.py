@@ -56,7 +56,7 @@ from profiles.stats.measured import (
 T = TypeVar("T")
 
 NUM_REACHING: Final = 20
-"""Held-out contexts that must reach a length before servers use a profile up to it."""
+"""Number of held-out contexts that must reach a length before servers use a profile up to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

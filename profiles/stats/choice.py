@@ -21,20 +21,20 @@ from profiles.stats.gate import MOST_CONTEXTS, contexts_needed
 from profiles.stats.measured import Candidate, Measured, Qualities, Scores, mean_of, spread
 
 MOST_STARTS: Final = 16
-"""Most places at which blocks begin, by default. Each place costs a pass over the prefix. The
-number of blocks grows with the square of the number of places."""
+"""Largest number of places at which blocks begin, by default. Each place costs a pass over the
+prefix. The number of blocks grows with the square of the number of places."""
 MOST_TRIED: Final = 12
-"""Most plans of a kind that are decoded, and that the gate tries."""
+"""Largest number of plans of a kind that are decoded, and that the gate tries."""
 MOST_SHARE: Final = 0.9
 """Largest share of all layers that a plan worth trying recomputes. A limit by predicted time would
 depend on the noise of the clock."""
 NUM_SPLITS: Final = 3
-"""Most alternatives that split the recommended block into several runs. They differ in the number
-of runs."""
+"""Largest number of alternatives that split the recommended block into several runs. They differ in
+the number of runs."""
 
 
 def default_group(num_layers: int) -> int:
-    """Layers between two starts of blocks.
+    """Number of layers between two starts of blocks.
 
     >>> [default_group(it) for it in (12, 16, 30, 32, 80)]
     [1, 1, 2, 2, 5]

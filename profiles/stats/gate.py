@@ -84,7 +84,7 @@ _STEPS: Final = 1_000_000
 """Number of steps between 0 and 1 in which a bound is searched."""
 
 MOST_CONTEXTS: Final = 300
-"""Most contexts of a task that judge, unless the user asks for more or fewer."""
+"""Largest number of contexts of a task that judge, unless the user asks for more or fewer."""
 MOST_CONTEXTS_NAMED: Final = 3_000
 """Number of contexts above which a message names no number."""
 

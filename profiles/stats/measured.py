@@ -14,7 +14,7 @@ from cachetree.planning import EMap
 from profiles.evidence import BaselineKind
 
 MOST_SIZES: Final = 6
-"""Most sizes at which a baseline is measured."""
+"""Largest number of sizes at which a baseline is measured."""
 NUM_SHOWN: Final = 8
 """Number of contexts of each task on which baselines are measured, and plans that the gate does not
 try."""

@@ -106,7 +106,7 @@ class DemoConfig:
     profile: Path
     data: Path
     receiver_lora: Path | None = None
-    """Adapter that turns its checkpoint into the receiver."""
+    """LoRA adapter on the checkpoint `receiver`. The two together are the receiving model."""
     activated_lora: Path | None = None
     """Activated LoRA on the sender's own weights, to compare with the receiver."""
     servers: Literal[1, 2] = 2
@@ -116,7 +116,7 @@ class DemoConfig:
     num_documents: int | None = None
     """Number of the data's first documents to use; None for all."""
     correction: bool = True
-    """Whether to correct E if the profile's plan does."""
+    """Whether to correct E, if the profile has a plan that does so."""
     times_random_pair: bool = False
     """Whether to time a pair of random weights too. Its times are valid, its quality is not."""
     instead: str = ""

@@ -72,7 +72,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Quality by the data's metric, 0 to 1; None if no answer is known."""
     token_ids: tuple[int, ...]
     num_reusable: int
-    """Tokens of this prompt that the sender's cache held."""
+    """Number of tokens of this prompt that the sender's cache held."""
     document: int = 0
     """Number of the document that was asked about."""
     provenance: RequestProvenance
@@ -102,7 +102,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float
     """Median TTFT of full prefill, divided by this condition's."""
     num_reused: int
-    """Requests that reused most of their document."""
+    """Number of requests that reused most of their document."""
     tokens_reused: float
     layers_recomputed: float
     bytes_moved: float

@@ -44,7 +44,7 @@ from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 PUBLISH_S = 60.0
-"""Most seconds until peers know a document's pages."""
+"""Largest number of seconds until peers know a document's pages."""
 READY_S = 30.0
 _LOOK_S = 0.05
 _RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
@@ -56,7 +56,7 @@ _NUM_TOKENS: Final = 2000
 _NUM_NEW_TOKENS: Final = 24
 """Number of tokens in the question about a random document."""
 WARM_TOKENS: Final = 256
-"""Number of the last document's tokens about which the warm-up asks, before any time is
+"""Number of tokens in the part of the last document that the warm-up sends, before any time is
 measured."""
 
 

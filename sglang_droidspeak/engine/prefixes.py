@@ -54,7 +54,7 @@ _FIRST: Final = (0, "")
 """First generation of weights, before any update: its number (0), and the mark of its namespaces
 (none)."""
 _ID_CHARS: Final = 32
-"""Characters of an adapter's id, a hexadecimal UUID by SGLang."""
+"""Number of characters of an adapter's id, a hexadecimal UUID by SGLang."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
 """Start of the namespaces of approximate KV. It contains a secret, so that no user can name it in
 an extra key. Otherwise, approximate KV that is read by such a key would count as exact."""

@@ -53,7 +53,7 @@ from sglang_droidspeak.guard.probation import Probation
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 
 TOP: Final = 20
-"""Tokens that SGLang reports for each position."""
+"""Number of tokens that SGLang reports for each position."""
 POSITIONS: Final = 8
 """Number of an answer's first positions that are compared."""
 

@@ -38,7 +38,7 @@ Pair = tuple[ModelId, ModelId]
 """Model ids of sender and receiver."""
 
 MAX_OTHERS: Final = 1000
-"""Most pairs in the record for which this server has no profile now."""
+"""Largest number of pairs in the record for which this server has no profile now."""
 _lock = functools.cache(lock_file)
 """Lock a file until this process ends."""
 _VERSION: Final = 1

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 64
-"""Most answers that wait for their comparison."""
+"""Largest number of answers that wait for their comparison."""
 _KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
 """Seconds between two checks whether a request runs."""

@@ -40,7 +40,7 @@ _SLOT_UNIT: Final = 8192
 backends with direct I/O need."""
 MAX_ABSENT: Final = 1 << 16
 _KEYS_PER_CALL: Final = 128
-"""Most keys in one question to the backend, as in SGLang."""
+"""Largest number of keys in one question to the backend, as in SGLang."""
 MAX_FAILURES: Final = 3
 """Failures in a row after which the lane pauses."""
 MIN_PAUSE_S: Final = 30.0

@@ -53,23 +53,23 @@ from sglang_droidspeak.hicache.lane import HICACHE, AbsentPages, Lane, Objects, 
 log = logging.getLogger(__name__)
 
 Count = Callable[[str, int], None]
-"""Function that counts objects: it takes a result (such as `read`) and a number. Any thread."""
+"""Function that counts objects: it takes a result (such as `read`) and a number. Thread-safe."""
 
 MAX_SLOTS: Final = 64
-"""Most objects that move in one call of the backend."""
+"""Largest number of objects that move in one call of the backend."""
 MAX_LANE_BYTES: Final = 16 << 20
-"""Most memory for the slots of one lane."""
+"""Largest size of the memory for the slots of one lane, in bytes."""
 PART_BYTES: Final = 64 << 20
 """Bytes of an entry that the writer thread writes under one lease. Requests find these pages once
 the lease has ended."""
 MAX_KNOWN_PAGES: Final = 1 << 18
-"""Most pages of the backend that the tree lists. Beyond this number the tree drops the coldest
-pages; a search may find them again."""
+"""Largest number of pages of the backend that the tree lists. Beyond this number the tree drops the
+coldest pages; a search may find them again."""
 MAX_CLOSE_S: Final = 5.0
 WAIT_S: Final = 0.1
 """Seconds that a request waits for an answer. A later answer serves the next request."""
 MAX_WAITING: Final = 64
-"""Most searches that may wait for the backend."""
+"""Largest number of searches that may wait for the backend."""
 ABSENT_S: Final = 10.0
 """Seconds for which an absent page is assumed to stay absent."""
 BROKEN_S: Final = 60.0
@@ -80,8 +80,8 @@ class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of a tier, with counts since its start."""
 
     num_late_entries: int
-    """Entries that were evicted from memory before they were written, and entries that the backend
-    refused."""
+    """Number of entries that were evicted from memory before they were written, and entries that
+    the backend refused."""
     is_reading_paused: bool
     is_writing_paused: bool
 

@@ -61,7 +61,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     model: ModelId | None = None
     device_pages: int | None = None
-    """Pages on the device when the request was planned. None if it was decided without a look."""
+    """Number of pages on the device when the request was planned. None if it was decided without a
+    look."""
     holdings: Sequence[Match] = ()
     full_prefill_s: float | None = None
     """Predicted seconds to prefill the tokens that the device lacks."""

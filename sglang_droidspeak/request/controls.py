@@ -21,9 +21,9 @@ from cachetree import EMPTY_SPAN, ModelId, Span, printable
 from cachetree.planning import Match, Requested, Strategy
 
 _MAX_DETAIL: Final = 300
-"""Most characters of the message about wrong controls. It may quote all controls."""
+"""Largest number of characters of the message about wrong controls. It may quote all controls."""
 _MAX_NAME: Final = 64
-"""Characters of a request's id that are logged."""
+"""Number of characters of a request's id that are logged."""
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,9 +18,9 @@ from typing import Final
 from cachetree import PageHash
 
 MAX_HEAD: Final = 64
-"""Pages of the longest head that is recognised."""
+"""Number of pages of the longest head that is recognised."""
 _MAX_KNOWN: Final = 8192
-"""Pages with known followers. The page unused for longest is forgotten first."""
+"""Number of pages with known followers. The page unused for longest is forgotten first."""
 
 
 class SharedHeads:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READS: Final = -1
-"""Key of the event that the forward has read all it needs of the staging. It is used like a layer's
-number."""
+"""Key of the event that is recorded when the forward has read all that it needs of the staging.
+Events are kept by layer number, and this key stands in a layer's place."""
 _BEGUN: Final = -2
 _DONE: Final = -3
-"""Keys of two events, used like a layer's number: one before a batch's first copy, one after its
+"""Keys of two more events. The first is recorded before a batch's first copy, the second after its
 last."""
 _ABOVE_FORWARDS: Final = -1
 """Priority of the copy stream, above SGLang's streams (0). Otherwise a copy kernel, which needs few

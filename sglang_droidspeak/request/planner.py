@@ -350,7 +350,7 @@ class Planner:
         )
 
     def usual(self, model: ModelId) -> Demand:
-        """Return the demand of a request without tokens, from the settings only. Any thread."""
+        """Return the demand of a request without tokens, from the settings only. Thread-safe."""
         server, settings = self._server, self._server.settings
         target_ms = settings.ttft_target_ms
         return Demand(
@@ -368,7 +368,7 @@ class Planner:
         )
 
     def costs(self, locations: Collection[Location]) -> Costs:
-        """Costs of reading from these locations. Any thread."""
+        """Costs of reading from these locations. Thread-safe."""
         return Costs(
             kv_page_bytes=self._cache.family.kv_page_bytes,
             e_page_bytes=self._cache.family.e_page_bytes,

@@ -37,13 +37,14 @@ log = logging.getLogger("droidspeak.request")
 
 _LABEL: Final = "droidspeak_label"
 _MAX_WARMED: Final = 256
-"""Most prompts with `n` above 1 for which SGLang's first request is remembered."""
+"""Largest number of prompts with `n` above 1 for which SGLang's first request is remembered."""
 MAX_ANSWERED: Final = 1000
-"""Most answered requests that can still be explained."""
+"""Largest number of answered requests that are kept, so that `explain` can show them."""
 MAX_ID: Final = 256
-"""Most characters of a request id that can still be explained."""
+"""Largest number of characters in a request id that can still be explained."""
 MAX_MATCHES: Final = 32_000
-"""Most matches in all kept labels together. Beyond it the oldest label is forgotten."""
+"""Largest number of matches in all kept labels together. Beyond it the oldest label is
+forgotten."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,8 @@
 """Plan each request in SGLang's queue, hold it back while it fetches, and load it when SGLang asks.
 
 Each request is decided once: it gets a plan and its fetch begins, or it gets an outcome with the
-reason. The first rank decides when the tiers have answered that do not advertise, and when no other
-request computes the same pages. The other ranks follow the first.
+reason. The first rank decides. It first waits for the answers of tiers that do not advertise their
+entries, and for other requests that compute the same pages. The other ranks follow the first.
 
 The scheduler thread never waits for a fetch; transport threads fill the staging memory.
 """

@@ -127,8 +127,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     one server may use it at a time. A reader of KV can reconstruct prompts, so the server closes
     the folder and its files to other users."""
     disk_gb: float = 0.0
-    """Most GiB of all files in `disk_path`. It has to exceed `host_gb`: the disk also has all
-    entries of the host memory."""
+    """Largest number of GiB of all files in `disk_path`. It has to exceed `host_gb`: the disk also
+    has all entries of the host memory."""
     hicache_backend: str | None = None
     """Storage backend of SGLang's HiCache that stores the entries of host memory for a whole
     cluster: `file`, `nixl`, `mooncake` and others."""
@@ -144,12 +144,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: int = 64
     """Fewest tokens that are worth a fetch."""
     max_recompute_tokens: int = 32768
-    """Most tokens that a plan with recomputed layers reuses."""
+    """Largest number of tokens that a plan with recomputed layers reuses."""
     max_stall_ms: float | None = None
-    """Most milliseconds that recomputed layers and copies may delay decoding requests in one step.
-    Work beyond it waits for the next step, or a shorter prefix is reused. None: layers and copies
-    count as tokens of a step (`chunked-prefill-size`), so the delay is at most that of SGLang's own
-    prefill."""
+    """Largest number of milliseconds that recomputed layers and copies may delay decoding requests
+    in one step. Work beyond it waits for the next step, or a shorter prefix is reused. None: layers
+    and copies count as tokens of a step (`chunked-prefill-size`), so the delay is at most that of
+    SGLang's own prefill."""
     fetch_deadline_s: float = 10.0
     """Seconds, at most 60, after which a fetch is given up and its request does a full prefill. A
     request that names no block gives up earlier: when its fetch is late by the time that reuse
@@ -182,8 +182,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """File with the drift guard's evidence about pairs, of this server and this user only. A pair
     that the guard has stopped stays stopped after a restart. None turns the guard off."""
     max_link_mb_s: float | None = None
-    """Most megabytes (10^6 bytes) per second that this server sends to readers of its cache. None:
-    no limit."""
+    """Largest number of megabytes (10^6 bytes) per second that this server sends to readers of its
+    cache. None: no limit."""
     shared_memory: bool = True
     """Whether servers on one host copy pages through shared memory. Between hosts, pages always go
     over the connection."""

@@ -34,7 +34,7 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.store.insertions import EventTokens, Offloader
 
 MAX_WAITING: Final = 10_000
-"""Most events that may wait. Events of later stores are dropped."""
+"""Largest number of events that may wait. Events of later stores are dropped."""
 _HASH_BYTES: Final = 8
 
 

@@ -24,10 +24,11 @@ from sglang_droidspeak.store.rows import ServerPool
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
-"""Most tree nodes that may be locked for a copy at once. More could fill the KV pool with locks."""
+"""Largest number of tree nodes that may be locked for a copy at once. More could fill the KV pool
+with locks."""
 
 _MAX_BRING_S = 0.5
-"""Most seconds that a node waits for E of the pages before it."""
+"""Largest number of seconds that a node waits for E of the pages before it."""
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Function that records events behind the forwards that write the inserted slots, and returns them.

@@ -24,10 +24,10 @@ from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.ranks import Ranks
 
 _MAX_PLACES: Final = 256
-"""Most namespaces with notes. Each may have notes for as many pages as the pool can hold. An
-activated adapter has one namespace for every place at which it was invoked."""
+"""Largest number of namespaces with notes. Each may have notes for as many pages as the pool can
+hold. An activated adapter has one namespace for every place at which it was invoked."""
 _MAX_POOLS: Final = 4
-"""Most notes in all, as a multiple of the pages that the pool can hold."""
+"""Largest number of notes in all, as a multiple of the pages that the pool can hold."""
 
 
 def pool_of(namespace: str) -> Location:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 1024
-"""Tokens in one piece of a store that gathers on the device first: 4 MiB of KV per layer for a
-Llama-3-8B."""
+"""Number of tokens in one piece of a store that gathers on the device first: 4 MiB of KV per layer
+for a Llama-3-8B."""
 _LOADED_TOKENS: Final = 4096
-"""Tokens in one piece of a load that goes through a device buffer: 16 MiB, and several times as
-much while it is decoded."""
+"""Number of tokens in one piece of a load that goes through a device buffer. The encoded piece
+takes 16 MiB, and its decoding takes several times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class DeviceRows:
     """Rows of a pool on an accelerator, which gathers, encodes, decodes and scatters them."""
 
     most_tokens = _LOADED_TOKENS
-    """Most tokens in one call of `write_from`."""
+    """Largest number of tokens in one call of `write_from`."""
 
     def __init__(self, pool: MHATokenToKVPool, coding: Coding) -> None:
         self._pool = pool

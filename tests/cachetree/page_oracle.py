@@ -154,8 +154,8 @@ class Oracle:
     def cover(
         self, parent: str, pages: Sequence[str], own: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Make nodes of exactly these pages. They end before a page that is at another place of
-        `own`, or that comes twice. Return their places."""
+        """Make nodes of these pages and return their places. Stop at a page that is at another
+        place in `own`, or that comes twice."""
         known, covered = self.known(), list[str]()
         for i, page in enumerate(pages):
             before = covered[-1] if covered else parent

@@ -92,7 +92,7 @@ SAMPLE_S = 5.0
 FLOOR_S = 60.0
 """Seconds over which the minimum of a process's own memory counts."""
 LIMIT_PER_HOUR = 0.01
-"""Most growth of a process's own memory per hour, as a share of its resident memory."""
+"""Largest growth of a process's own memory per hour, as a share of its resident memory."""
 
 Sample = tuple[float, Resident]
 """Time of a sample, and the memory that was resident."""

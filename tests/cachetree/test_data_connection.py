@@ -293,8 +293,8 @@ def test_waiter_for_room_is_woken_when_there_is_room() -> None:
 
 
 def test_a_batch_does_not_outgrow_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch stays small even after fast sends: later frames wait for frames that wait
-    already."""
+    """After many fast sends, the frames that wait for a reader that has stopped still take at most
+    twice the bound."""
     near, far = socket.socketpair()
     payload, most_bytes = payload_of(1 << 20)[: 1 << 20], 8 << 20
     monkeypatch.setattr("cachetree.transport.send_queue.MOST_BATCH_BYTES", most_bytes)

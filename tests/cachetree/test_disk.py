@@ -424,7 +424,8 @@ def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path: Path) -> None:
 
 
 def test_entry_published_twice_is_one_file(tmp_path: Path) -> None:
-    """A copy of the folder may have lost its tree."""
+    """The same entry has the same file names in every folder, so files of a copied folder replace
+    each other."""
     one, other = tmp_path / "one", tmp_path / "other"
     for path in (one, other):
         with open_store(path) as store:

@@ -104,7 +104,8 @@ def reason_for(*matches: Match, demand=DEMAND, profiles=PROFILES, costs=UNKNOWN)
 
 
 def test_every_way_is_told_with_its_price_and_what_became_of_it() -> None:
-    """Full prefill takes 1.6 s; over 1 GB/s E of ten pages takes 20 ms and a layer's KV 10."""
+    """Full prefill takes 1.6 s. Over a link of 1 GB/s, E of ten pages takes 20 ms, and KV of one
+    layer takes 10 ms."""
     matches = [match(S, location=FAR), match(S, 4, LOCAL, e={3: 2}), match(O)]
     demand = replace(DEMAND, min_pages=3)
     considered = Considered(demand, matches, MEASURED)

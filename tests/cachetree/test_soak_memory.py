@@ -63,8 +63,8 @@ def test_own_memory_is_told_from_mapped(kind: str, grows: tuple[int, int]) -> No
 
 
 def samples(own_mib_per_hour: float, mapped_mib_per_hour: float) -> list[tuple[float, Resident]]:
-    """Samples of a process with 36 MiB of its own memory, later 8 MiB more in every other sample,
-    and with 550 MiB mapped."""
+    """Return samples of the memory of a process. It has 36 MiB of its own, later 8 MiB more in
+    every other sample, and 550 MiB that are mapped."""
     return [
         (
             float(at_s),

@@ -122,8 +122,8 @@ def test_peers_learn_of_what_comes_and_what_goes() -> None:
 
 @pytest.mark.parametrize("max_pending_changes", [4096, 1])
 def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes: int) -> None:
-    """They know it each time, although changes come in pairs, and a slow peer gets a new
-    snapshot."""
+    """After each change the peers know the new tree, also if two changes come together, and if a
+    slow peer gets a new snapshot instead."""
     source, trees = new_tree(), [new_tree(), new_tree()]
     with worker_of(source, max_pending_changes=max_pending_changes) as worker, ExitStack() as stack:
         assert worker.knowing()(), "nobody is there"

@@ -325,7 +325,7 @@ def test_part_of_a_frame_is_measured_if_its_reader_left_before_the_rest() -> Non
     now, pages, half = [1000.0], pages_of(1024), bytes(512 * PAGE_BYTES)
 
     def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        """Send half of a frame, after the other half of the frame before."""
+        """Send half of a frame. If a frame was sent before, send its other half first."""
         worker.send_raw(identity, half if fetch.id > 1 else b"")
         worker.send(identity, frame(fetch, 2 * half), half)
 

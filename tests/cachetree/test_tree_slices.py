@@ -32,7 +32,8 @@ from cachetree.tree.slices import SLICE
 from cachetree.tree.tree import CacheTree
 
 MOST_CALLS = 40 * SLICE
-"""Most Python functions that are called while the lock is held once: 40 for each visited node."""
+"""Largest number of Python functions that are called while the lock is held once: 40 for each
+visited node."""
 
 
 class CountingLock:

@@ -243,7 +243,8 @@ def test_good_addresses() -> None:
     [(["fd00::3"], "fd00::3"), (["fd00::3", "10.0.0.3", "10.0.0.2"], "10.0.0.3")],
 )
 def test_a_name_may_have_an_ipv6_address_alone(hosts, first, monkeypatch):
-    """A host that has both may listen only at the other."""
+    """A host with IPv4 and IPv6 addresses may listen only at the IPv4 one, so that one is
+    preferred."""
 
     def look_up(name: str, port: int, family: int, kind: int) -> list[tuple[object, ...]]:
         every = [(socket.AF_INET6 if ":" in it else socket.AF_INET, it) for it in hosts]

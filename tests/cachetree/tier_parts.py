@@ -78,8 +78,8 @@ def fetch(
 def fetch_too_late(
     cache: Cache, plan: Plan, pages: Sequence[PageHash], *, is_given_up: bool
 ) -> None:
-    """Run a fetch that comes from a slow place: one of its steps takes longer than its deadline
-    allows, or than its reader waits."""
+    """Run a fetch from a slow place. One of its steps comes after its deadline, or after its reader
+    has given up."""
     staging = cache.fetch(plan, pages, Deadline.after(0.1))
     assert staging is not None
     with staging:

@@ -91,7 +91,8 @@ def test_a_second_instance_has_run_with_and_without_tokens_before_when_requests_
 
 
 def taken(model: Path) -> tuple[int, int]:
-    """Device memory that an instance of FlashInfer takes, and what was predicted."""
+    """Return the device memory that an instance of FlashInfer takes, and the memory that was
+    predicted."""
     wrappers = []
 
     class Counted(Wrapper):

@@ -42,7 +42,7 @@ ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SLOW_DEVICE = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("slow_device.py"))}
 """Environment of forked servers in tests that do not ask if reuse is worth its time."""
 SHORT_HOURS = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("short_hours.py"))}
-"""The same environment, with a drift guard that need not wait for hours."""
+"""Environment of forked servers in which the hours of the drift guard are short."""
 
 
 @functools.cache

@@ -126,7 +126,8 @@ class Asked:
         return sum(it in self.loaded for it in pages)
 
     def land(self, number: int | None = None) -> None:
-        """Land all steps that the fetch lacks, or that each fetch lacks."""
+        """Land all missing steps of the fetch with this number. Without a number, land those of
+        every fetch."""
         for staging in self.stagings if number is None else (self.stagings[number],):
             for step in PLAN.steps:
                 if not staging.has_landed(step):

@@ -1,4 +1,5 @@
-"""Three real processes with a fault proxy between two of them, and counts of what these hold."""
+"""Three real processes with a fault proxy between two of them. Counts say what each process
+holds."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def of_one() -> ActivatedAdapters:
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_the_base_waits_while_other_adapters_have_all_slots(is_overlapped: bool) -> None:
-    """These adapters ran before the first activated adapter was loaded."""
+    """All slots hold adapters that ran before the first activated adapter was loaded."""
     slots, running = Slots(random.Random(0)), set(PLAIN[:MAX_LORAS])
     slots.fetch_new_loras(running)
     scheduler, req = scheduler_of(slots, is_overlapped=is_overlapped), SimpleNamespace(lora_id=None)

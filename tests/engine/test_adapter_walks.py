@@ -35,7 +35,7 @@ from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.pool import PoolIndex, pool_of
 
 NUM_PAGES = 96
-"""Pages of the pool: few, so that slots are used again and again."""
+"""Number of pages of the pool: few, so that slots are used again and again."""
 NUM_LAYERS = 4
 E_LAYER = 1
 MAX_RUNNING = 6
@@ -85,7 +85,7 @@ class Engine:
         self._rng = rng
         self.contents: dict[int, Content] = {}
         self.trees: dict[tuple[str | None, PageHash], int] = {}
-        """Page of slots for each page, by adapter and hash."""
+        """For each adapter and page hash: the page in the pool that has the slots."""
         self.children: dict[tuple[str | None, PageHash], set[PageHash]] = {}
         self.running: list[Running] = []
 

@@ -62,8 +62,8 @@ def test_settings_of_blocks_are_refused(setting: dict[str, object]) -> None:
     ],
 )
 def test_a_model_reads_its_own_kv_and_an_activated_adapter_its_bases(family, tmp_path):
-    """Both run in one server after a flush of its device, and in another server that has computed
-    nothing."""
+    """The model and the adapter read in the server that computed the KV, after a flush of its
+    device, and in another server."""
     config = shape(family, layers=4, hidden=256, heads=4, kv_heads=2)
     if getattr(config, "sliding_window", None) is not None:
         config.sliding_window = None

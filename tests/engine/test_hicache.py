@@ -390,7 +390,8 @@ def test_a_backend_that_cannot_work_is_refused(name, config, named):
 
 
 def test_the_folder_of_the_file_backend_is_this_users_alone(tmp_path, monkeypatch):
-    """SGLang's own folder belongs to the user who made it first, and all users may read it."""
+    """SGLang's own folder belongs to the user who first made it, and all users can read it. Here a
+    folder has to be named."""
     with pytest.raises(ConfigError, match="file_storage_path is None; name a folder"):
         check_backend("file", {})
     folder = tmp_path / "a" / "store"

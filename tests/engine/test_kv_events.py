@@ -240,8 +240,8 @@ def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRA
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("is_dynamos", [False, True])
 def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamos: bool) -> None:
-    """The base model is not named. Otherwise its KV would count as removed together with the
-    adapter's."""
+    """The base model has no name in the events. If it had one, its KV would count as removed
+    together with the adapter's."""
     names, tokens = KvEventLoraNames(), prompt(2 * PAGE, seed=1)
     names.register(lora_id=ADAPTER.lora_id, lora_name=ADAPTER.lora_name)
     tree = sglang_tree(

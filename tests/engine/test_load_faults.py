@@ -351,8 +351,8 @@ def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig: Rig) -> No
 
 @pytest.mark.parametrize("breaks_at", [0, 2])
 def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(rig, monkeypatch, caplog, breaks_at):
-    """The forward waits for each layer, as SGLang's pool does. It is running after the first
-    layers."""
+    """The forward waits for each layer, as SGLang's pool does. After the first layers, it is
+    already running."""
 
     def record(self: Copies, index: int, layer: int) -> None:
         if layer == breaks_at:

@@ -1,4 +1,5 @@
-"""Stored E is this model's own. E of loaded pages comes from the place where it was kept."""
+"""A server stores E of its own model. For loaded pages, E is taken from the place from which they
+came."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ class Pieces:
 
 
 def test_what_is_stored_is_gathered_in_pieces() -> None:
-    """A long node in one piece would take as much device memory again."""
+    """Without pieces, a copy of a long node would take as much device memory as the node itself."""
     slots, coding = torch.randperm(3000), Pieces()
     e = torch.arange(6000, dtype=torch.float32).view(3000, 2)
     kv: Any = SimpleNamespace(k_buffer=[e[:, None]], v_buffer=[-e[:, None]])

@@ -192,8 +192,7 @@ def test_a_request_names_the_peer_to_look_at_first(peer: str | None) -> None:
     ("location", "fixed_s", "saving_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
 )
 def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(location, fixed_s, saving_s):
-    """Ten pages of this model take 1.6 s in full. Pages that are read in place are there at
-    once."""
+    """A full prefill of ten pages takes 1.6 s. Pages that are read in place need no fetch."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=fixed_s)})
     decision = plan(sender=R, location=location, costs=costs, notice_s=0.2)
     assert decision.patience.saving_s == pytest.approx(saving_s)
@@ -244,7 +243,8 @@ def test_what_fits_into_the_staging_competes_with_what_is_there(num_there, locat
 def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measured(
     measured_tokens: int, is_covered: bool
 ) -> None:
-    """The prompt has 160 pages. Nothing would be read once the first 96 were there."""
+    """The prompt has 160 pages. If a request waited for the first 96 of them, it would read nothing
+    when they are there."""
     planner, _ = planned(10)
     profile = msgspec.structs.replace(PROFILE, measured_tokens=measured_tokens)
     planner.put_in_service(profile)
@@ -273,7 +273,7 @@ def test_request_waits_for_pages_that_it_may_read(sender, exactly, saves):
 @pytest.mark.parametrize("lora_id", [None, "x"])
 @pytest.mark.parametrize("approximate", [False, True])
 def test_pages_on_the_device_in_the_own_namespace_are_no_match(lora_id, approximate):
-    """SGLang finds them itself, whatever namespace the request reads now."""
+    """SGLang itself finds the pages of the namespace that the request uses now."""
     planner, _ = planned(10)
     planner.asked.lora_id = planner.asked.extra_key = lora_id
     prefixes.move(planner.asked, approximate=approximate)
@@ -307,7 +307,8 @@ def test_experiment_is_a_block_that_is_asked_for_where_no_gate_decides(
 
 
 def test_request_follows_nobody_in_its_own_namespace() -> None:
-    """SGLang itself finds the pages that the first of them leaves."""
+    """The first request leaves its pages in SGLang's tree, where SGLang itself finds them for the
+    second."""
     planner, _ = planned(10)
     models: Any = MagicMock(__len__=lambda _: 2)
     models.owner_of = lambda _req: Owner(R, None, None)

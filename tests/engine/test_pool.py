@@ -1,4 +1,5 @@
-"""Notes about the pool, and requests that wait for one another: without a server."""
+"""Notes about the pages in SGLang's pool, and requests that wait for one another. No server
+runs."""
 
 from __future__ import annotations
 
@@ -76,19 +77,20 @@ def plan_of(num_pages: int, block: Span = EMPTY_SPAN) -> Plan:
 
 @dataclass
 class Shelf:
-    """An index over a tree, and what SGLang's own tree would say of it."""
+    """An index of the pool over a tree, with a stand-in for SGLang's tree."""
 
     index: PoolIndex
     tree: CacheTree
     num_there: int = 100
-    """Pages that SGLang has not evicted."""
+    """Number of pages that SGLang has not evicted."""
 
     def insert(self, pages: list[PageHash], num_there: int = 0, num_loaded: int = 0) -> None:
-        """SGLang's tree has some of them, others of them were loaded, the rest was computed."""
+        """Insert pages. SGLang's tree has the first `num_there` of them. The next ones up to
+        `num_loaded` were loaded, and the rest was computed."""
         self.index.note("", BASE, pages, num_there, num_loaded)
 
     def e_pages(self, pages: list[PageHash]) -> int:
-        """How many of all these can be recomputed from E."""
+        """Return how many of these pages can be recomputed from E."""
         (match,) = self.tree.match(pages)
         assert match.num_pages == len(pages)
         return match.e_pages.get(2, 0)
@@ -139,7 +141,7 @@ def test_to_look_for_e_is_no_use_of_it(shelf: Shelf, monkeypatch) -> None:
 
 
 def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
-    """Pages computed after loaded ones have E that no plan can use."""
+    """Pages that were computed after loaded pages have E that no plan can use."""
     pages = pages_of(6)
     shelf.insert(pages, num_loaded=4)
     shelf.insert(pages[:4], num_there=4)
@@ -150,7 +152,8 @@ def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
 
 
 def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf: Shelf) -> None:
-    """Also where a plan was made with the E that it had; and computed anew it has E."""
+    """This holds even if a plan was made with the E of the evicted pages. Pages that are computed
+    again have E."""
     pages = pages_of(6)
     shelf.insert(pages)
     assert shelf.e_pages(pages) == 6
@@ -166,7 +169,8 @@ def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf: Shelf) -> N
 
 
 def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf: Shelf) -> None:
-    """Two requests at once, of which the one that loaded is inserted first: its slots stay."""
+    """Two requests compute the same pages at once. The one that loaded some is inserted first, and
+    its slots stay."""
     pages = pages_of(6)
     shelf.insert(pages[:4], num_loaded=4)
     shelf.insert(pages, num_there=4)
@@ -174,14 +178,14 @@ def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf: Shelf)
 
 
 def test_what_was_inserted_unnoted_counts_as_without_e(shelf: Shelf) -> None:
-    """An adapter may have been unknown when its pages came into the tree."""
+    """Such pages appear if their adapter was unknown when the pages came into the tree."""
     pages = pages_of(6)
     shelf.insert(pages, num_there=4)
     assert shelf.e_pages(pages) == 0
 
 
 def test_nobody_loads_what_another_rank_has_not_and_all_note_it(shelf: Shelf) -> None:
-    """Its notes may be others: of what each has looked up alone."""
+    """Each rank notes what it has looked up itself, so another rank's notes may differ."""
     pages, asked = pages_of(6), []
     least = 5
     shelf.insert(pages)
@@ -212,7 +216,7 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
 
 @pytest.mark.parametrize("core", ["python", "rust"])
 def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> None:
-    """Each rank asks when it likes, and all have to evict the same."""
+    """Ranks look pages up at different times, but all of them have to evict the same pages."""
     sglangs = sglang_tree(core)
     index = PoolIndex(CacheTree(family_of(model), host_bytes=0), (2,), PAGE, NUM_SLOTS, Ranks(None))
     index.is_read = index.has_approximate = True
@@ -283,7 +287,7 @@ def test_no_more_is_noted_of_a_place_than_the_pool_can_hold(shelf: Shelf) -> Non
 
 
 def test_what_is_loaded_stays_noted_where_nobody_asks(shelf: Shelf) -> None:
-    """Only the first rank plans."""
+    """Only the first rank plans, so the other ranks are never asked."""
     shared = pages_of(8)
     shelf.insert(shared)
     for seed in range(1, 8):
@@ -294,7 +298,7 @@ def test_what_is_loaded_stays_noted_where_nobody_asks(shelf: Shelf) -> None:
 
 
 def test_all_places_together_have_a_bound(shelf: Shelf) -> None:
-    """Each holds notes of pages that SGLang has evicted."""
+    """Each place holds notes of pages that SGLang has evicted."""
     most = NUM_SLOTS // PAGE
     for place in range(10):
         for seed in range(most // 8):
@@ -304,7 +308,7 @@ def test_all_places_together_have_a_bound(shelf: Shelf) -> None:
 
 
 def test_of_places_without_number_the_one_longest_unused_is_forgotten(shelf, monkeypatch):
-    """Activated adapters make such places: one for each token at which they are invoked."""
+    """Activated adapters make many places: one for each token at which they are invoked."""
     monkeypatch.setattr(pool_module, "_MAX_PLACES", 3)
     pages = pages_of(2)
     for namespace in ("x@1", "x@2", "x@3", "x@1", "x@4"):
@@ -315,7 +319,7 @@ def test_of_places_without_number_the_one_longest_unused_is_forgotten(shelf, mon
 
 
 def test_to_note_again_what_is_noted_costs_no_more_than_a_look(shelf, monkeypatch):
-    """At each insertion of a long prompt, on the scheduler's thread."""
+    """Noting happens at each insertion of a long prompt, on the scheduler's thread."""
     pages = pages_of(6)
     shelf.insert(pages)
     monkeypatch.setattr(shelf.tree.remote, "add", lambda *_: pytest.fail("it is noted"))
@@ -409,7 +413,8 @@ def test_an_activated_adapter_of_the_head_is_not_loaded(model: Path, tmp_path: P
 
 
 def test_an_adapter_is_read_beside_the_scheduler(model: Path, tmp_path: Path) -> None:
-    """It serves at once, from its invocation on if it has one, and shares once it is known."""
+    """The adapter answers requests at once (from its invocation token on if it has one). Its KV is
+    shared as soon as its weights are known."""
     may_read = threading.Event()
 
     def identify(folder: Path) -> ModelId:
@@ -460,7 +465,7 @@ class Crowd:
 def follow(
     leaders: Followers, req: Any, pages: list[PageHash], declined: Declined = NO_MATCH
 ) -> Request | None:
-    """A request that may read what is approximate, if it is to wait."""
+    """Let a request that may read approximate KV follow a leader, if it has to wait."""
     request = Request(req)
     request.pages = pages
     return request if leaders.follow(request, declined, TREE) else None
@@ -490,7 +495,8 @@ def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd)
 
 
 def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd) -> None:
-    """Or until it has left the queue for good, as an aborted one does; then it is forgotten."""
+    """A leader is also followed until it has left the queue for good, for example when it is
+    aborted. Then it is forgotten."""
     pages = pages_of(4)
     for rid in ("answers", "aborted"):
         leader = request(rid)
@@ -510,7 +516,7 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
 
 
 def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(crowd, monkeypatch):
-    """Each step of the scheduler would be longer by all that wait."""
+    """If every waiting request were asked, each step of the scheduler would take longer."""
     pages, leader = pages_of(4), request("1")
     follow(crowd.leaders, leader, pages)
     with monkeypatch.context() as meanwhile:
@@ -525,7 +531,7 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(cr
 
 
 def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed(crowd):
-    """Each new request would take longer by all that lead."""
+    """If all leaders were compared, each new request would take longer."""
     weighed: list[Any] = []
     planner: Any = SimpleNamespace(
         demand=lambda _req, _owner, num_pages, _tree: num_pages,
@@ -573,7 +579,8 @@ def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: 
 @pytest.mark.parametrize("key", [None, "", "t"])
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
 def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | None) -> None:
-    """SGLang distinguishes an empty key from none. The names hold after a move there and back."""
+    """SGLang distinguishes an empty key from no key. A conversion to SGLang's names and back keeps
+    the names."""
     req = unsent(random_prompt(4 * PAGE, 1), lora_id, key, None)
     req.refresh_fill_ids()
     old_key = req.extra_key
@@ -588,14 +595,15 @@ def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | No
 
 @pytest.mark.long
 def test_all_ranks_of_a_server_name_approximate_kv_alike() -> None:
-    """SGLang can check that its ranks match the same keys."""
+    """SGLang can check that its ranks look up the same keys."""
     anybody: Any = SimpleNamespace(lora_id=None)
     with multiprocessing.get_context("spawn").Pool(1) as ranks:
         assert ranks.apply(prefixes.approximate_of, [anybody]) == prefixes.APPROXIMATE
 
 
 def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what the code tells nor what another server has: it would be read as exact."""
+    """A user who knows the code or has another server cannot find such a key. Approximate KV under
+    a user's key would be read as exact."""
     spec = importlib.util.find_spec(prefixes.__name__)
     assert spec is not None
     assert spec.loader is not None
@@ -616,7 +624,8 @@ def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("is_activated", [False, True])
 @pytest.mark.parametrize("tenant", ["", "tenant"])
 def test_no_extra_key_of_a_user_names_an_adapters_kv(model, tmp_path, core, is_activated, tenant):
-    """SGLang joins key and id, and who has read the adapter's name and path can tell the id."""
+    """SGLang joins the key and the adapter's id. A user who knows the adapter's name and path can
+    compute the id."""
     lora_id, prompt = LoRARef.deterministic_id("sql", "/models/sql"), random_prompt(4 * PAGE, 1)
     models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     models.add(lora_id, write_adapter(tmp_path / "sql", model))
@@ -674,7 +683,8 @@ def test_any_other_extra_key_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
 def test_a_generation_reads_no_approximate_kv_of_another(lora_id: str | None) -> None:
-    """And the same exact KV, whichever of the two it looks for when it joins."""
+    """A request reads the same exact KV, whichever of the two generations it looks for when it
+    joins."""
     reqs = [request("r", lora_id, extra_key="tenant" + (lora_id or "")) for _ in range(3)]
     prefixes.move(reqs[1], approximate=True)
     for req, generation in zip(reqs[1:], "12", strict=True):

@@ -1,7 +1,7 @@
 """Priorities and reuse together: which requests wait for a fetch, and in which order they run.
 
-One request runs at a time, so an order is one of answers. What a request waits for is shut and
-opened by the test: no order here hangs on how fast anything is.
+One request runs at a time, so requests run in the order of their answers. The test itself holds
+back and releases the KV for which a request waits, so no order depends on speed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from sglang_droidspeak.fleet.servers import Server, running
 pytestmark = pytest.mark.server
 
 DOCUMENTS = [prompt(150 + 16 * i, seed=40 + i) for i in range(4)]
-"""Prompt that the other model has read."""
+"""Prompts that the other model has read."""
 PLAIN = [prompt(130 + 16 * i, seed=50 + i) for i in range(3)]
-"""Prompt that no server has read."""
+"""Prompts that no server has read."""
 BLOCK = "1:3"
 NEAR = 2e-4
-"""Two tokens with log-probabilities this close may change places in another batch."""
+"""Largest difference of the log-probabilities of two tokens that may change places in another
+batch."""
 MANY_TOKENS = 8000
 
 
@@ -44,7 +45,7 @@ class Rig:
         return answer(self.server, tokens, droidspeak=controls, **options)
 
     def alone(self, tokens: list[int], **options: Any) -> Answer:
-        """Answer without other requests: the fixed block's, or full prefill's."""
+        """Return the answer without other requests: over the fixed block, or of a full prefill."""
         self.gate.open()
         reply = self.ask(tokens, **options)
         self.gate.shut()
@@ -54,7 +55,8 @@ class Rig:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests that run, and that wait, held ones too."""
+        """Return the number of running and of waiting requests. Held requests are among the waiting
+        ones."""
         (load,) = requests.get(f"{self.server.url}/v1/loads", timeout=10).json()["loads"]
         return load["num_running_reqs"], load["num_waiting_reqs"]
 
@@ -65,7 +67,8 @@ class Rig:
 
     @contextmanager
     def asking(self, num_threads: int) -> Iterator[ThreadPoolExecutor]:
-        """After any error in the body, no request continues to wait."""
+        """Open a pool of threads that send requests. If the body raises an error, no request
+        continues to wait."""
         with ThreadPoolExecutor(num_threads) as pool:
             try:
                 yield pool
@@ -78,7 +81,7 @@ class Rig:
 
     @contextmanager
     def busy(self, pool: ThreadPoolExecutor, num_waiting: int) -> Iterator[None]:
-        """Let one request that cannot be displaced hold the only place in the body."""
+        """Let a request that cannot be displaced run alone during the body."""
         ended = pool.submit(
             answer, self.server, prompt(20, 1), max_new_tokens=MANY_TOKENS, priority=9, rid="busy"
         )
@@ -123,13 +126,15 @@ def is_known(rig: Rig) -> bool:
 
 
 def in_order(replies: dict[str, Future[Answer]]) -> list[str]:
-    """Requests in the order in which the server ended them; unended ones are left out."""
+    """Return the names of the requests in the order in which the server ended them, without the
+    unended ones."""
     ended = {name: it.result() for name, it in replies.items() if it.done()}
     return sorted(ended, key=lambda name: ended[name].meta["request_finished_ts"])
 
 
 def test_who_is_held_lets_others_by_and_goes_by_priority_once_fetched(rig: Rig) -> None:
-    """The ones that wait for a fetch came first, and one of them is worth most of all."""
+    """The requests that wait for a fetch came first, and one of them has the highest priority of
+    all."""
     wanted = {
         "held, 2": (DOCUMENTS[0], 2),
         "held, 7": (DOCUMENTS[1], 7),

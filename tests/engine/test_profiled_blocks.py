@@ -48,7 +48,7 @@ TOLERANCE = 2e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Choice of one seed."""
+    """The models, documents and blocks that one seed chooses."""
 
     seed: int
     documents: list[Document]
@@ -57,17 +57,18 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """The profiler's view of one question over one block."""
+    """What the profiler measures for one question with one block."""
 
     document: Document
     question: Question
     block: Span
     answer: Tokens
-    """Greedy, over the block."""
+    """Greedy answer with the block."""
     own: Tokens
     """Answer of the receiver without reuse."""
     kl: float
-    """KL of full prefill's distributions from those of the block, on `own`; nats per token."""
+    """KL divergence of the block's distributions from those of full prefill, on `own`, in nats per
+    token."""
 
     @property
     def prompt(self) -> list[int]:
@@ -145,7 +146,8 @@ def literal(block: Span) -> str:
 
 
 def profile(pair: Pair, document: Document, blocks: list[Span]) -> Iterator[Profiled]:
-    """Measure as the profiler's stages do: one pass per starting layer, all mixtures at once."""
+    """Measure as the stages of the profiler do: one pass per starting layer, and all mixtures at
+    once."""
     sender, model = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     answerer = Answerer(
         model=model, tokenizer=pair.tokenizer, ends=frozenset(), room=Room(rows=8, positions=256)
@@ -190,7 +192,8 @@ def oracle_answer(case: Profiled) -> Generated:
 
 
 def reused(server: Server, case: Profiled, tokens: list[int], **options):
-    """The server's reply over the sender's pages and this block, never over its own tree."""
+    """Return the server's reply with the sender's pages and this block. The server's own tree is
+    not used."""
     server.flush()
     reply = answer(server, tokens, droidspeak={"block": literal(case.block)}, **options)
     assert reply.provenance["outcome"] == "reused"
@@ -201,8 +204,8 @@ def reused(server: Server, case: Profiled, tokens: list[int], **options):
 
 
 def assert_same_tokens(ids: Tokens, expected: Generated, name: object) -> None:
-    """Compare tokens up to the first that differs: its runner-up has to be nearly as good. Later
-    tokens have another past."""
+    """Compare tokens up to the first that differs. There, the token in second place has to be
+    nearly as good. Later tokens follow different texts."""
     for i, (token, right) in enumerate(zip(ids, expected.ids, strict=True)):
         if token != right:
             assert expected.margins[i] < TOLERANCE, name
@@ -243,7 +246,8 @@ def test_distances_from_full_prefill_are_the_servers_and_the_oracles(pair, recei
 
 
 def given(reply: Answer, tokens: Tokens) -> Tensor:
-    """`[tokens, vocabulary]`: what the server predicted each of the last tokens of a prompt by."""
+    """Return the log-probabilities `[tokens, vocabulary]` by which the server predicted the last
+    tokens of a prompt."""
     entries = reply.meta["input_token_logprobs"][-len(tokens) :]
     assert [token for _, token, *_ in entries] == list(tokens)
     rows = reply.meta["input_top_logprobs"][-len(tokens) :]
@@ -259,7 +263,7 @@ def distance(full: Tensor, other: Tensor) -> float:
 
 
 def test_every_two_blocks_differ_by_more_than_the_tolerance(drawn, profiled):
-    """Without this the equalities above could hold for a server that ignores the block."""
+    """If two blocks were equal, the other tests could pass with a server that ignores the block."""
     kl: dict[Span, list[float]] = {block: [] for block in drawn.blocks}
     for case in profiled:
         kl[case.block].append(case.kl)

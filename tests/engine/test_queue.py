@@ -1,4 +1,5 @@
-"""SGLang's queue around requests that are held back, and loads given up before they run."""
+"""SGLang's queue with requests that are held back, and with loads that are given up before they
+run."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Round:
     """A round of SGLang's scheduler, with some requests held back."""
 
     def __init__(self, queue: str, held: str, priorities: str = "") -> None:
-        """Requests by their letters as they came, with a digit each where they have priorities."""
+        """Queue requests, each named by a letter, in their order of arrival. A digit for each is
+        its priority."""
         self._num_queued, self._priorities = 0, iter(priorities)
         self.scheduler = SimpleNamespace(
             waiting_queue=[self.queued(rid) for rid in queue],
@@ -75,7 +77,7 @@ class Round:
         self.running = MagicMock(batch_is_full=False, reqs=[SimpleNamespace(priority=0)])
 
     def queued(self, rid: str) -> SimpleNamespace:
-        """A request that comes after all others."""
+        """Add a request that comes after all others."""
         self._num_queued += 1
         time_stats = SimpleNamespace(wait_queue_entry_time=self._num_queued)
         priority = next(self._priorities, None)
@@ -86,7 +88,8 @@ class Round:
         return set(self.held)
 
     def run(self, admitted: str = "", retracted: str = "", fails: bool = False) -> str:
-        """The queue afterwards. `retracted` is put where SGLang puts what it takes back."""
+        """Return the queue after the round. Retracted requests are put back where SGLang puts
+        them."""
 
         def original(scheduler: Any, **_: Any) -> Any:
             if scheduler.enable_priority_scheduling:
@@ -190,7 +193,8 @@ def test_which_held_requests_a_step_could_have_taken(
 
 
 def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
-    """The first answer was under way at the second reading, as in SGLang's overlap schedule."""
+    """The first answer was still being made at the second reading, as in SGLang's overlap
+    schedule."""
     outcomes: Counter[str] = Counter()
     metrics = SimpleNamespace(
         count_outcome=lambda it, **_: outcomes.update([it]), count_saving=lambda *_: None
@@ -228,7 +232,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
 
 
 def test_what_the_pool_has_no_more_takes_no_slots() -> None:
-    """SGLang may evict it while the request waits, until its slots are given."""
+    """SGLang may evict such pages while the request waits, until their slots are given to it."""
     in_pool = replace(PLAN, location=Location("pool:another"))
     locks = iter([None, PoolPages(torch.arange(4 * PAGE))])
     pool = Asked()

@@ -1,4 +1,4 @@
-"""Two processes that agree over gloo, as the ranks of a server do on the CPU and on CUDA."""
+"""Two processes that agree through gloo, as the ranks of a server do on the CPU and with CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ OTHER = "another rank failed"
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """Stands for the waiting requests' own, which would import SGLang in each process."""
+    """Stands for the decision of the waiting requests. The real class would import SGLang in each
+    process."""
 
     rid: str
     plan: Plan | None

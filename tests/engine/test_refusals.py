@@ -1,4 +1,5 @@
-"""Requests with KV that depends on more than their tokens, and prompts that want logprobs."""
+"""Requests with KV that depends on more than their tokens, and prompts for which logprobs are
+asked."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def request(**fields: Any) -> Req:
 
 
 def look(req: Req) -> tuple[set[str], MagicMock]:
-    """The held requests, and a planner without matches."""
+    """Return the held requests, with a planner that finds no matches."""
     planner = MagicMock(refusal=refusal)
     planner.plan.side_effect = ValueError("a test: nothing is planned")
     settings = SimpleNamespace(
@@ -84,7 +85,8 @@ def inserted(
 
 @pytest.mark.parametrize(("num_owned", "stored"), [(None, Span(1, 3)), (2, Span(1, 2))])
 def test_stored_pages_are_named_for_their_owner_by_its_part_of_the_prompt(num_owned, stored):
-    """An adapter's pages have names of their own in SGLang's tree; its cache names all alike."""
+    """SGLang's tree has separate names for an adapter's pages. The cache names the pages of all
+    adapters alike."""
     req, base = request(lora_id="a" * 32, extra_key="a" * 32), request()
     own = [page.hex() for page in prefixes.own_pages_of(req, NUM_TOKENS, PAGE)]
     pages = prefixes.pages_of(base, NUM_TOKENS, PAGE)
@@ -143,7 +145,7 @@ def test_any_other_request_is_planned_and_stored() -> None:
 
 
 def test_what_descends_from_approximate_kv_is_let_go_in_its_turn() -> None:
-    """Never to be offered again: it does not become exact."""
+    """The node is never offered again, because it does not become exact."""
     req = request()
     prefixes.move(req, approximate=True)
     put, noted = inserted(req)
@@ -169,7 +171,7 @@ def test_what_comes_after_a_node_that_is_let_go_is_stored(offloader, monkeypatch
 
 
 def test_a_node_that_fails_is_let_go(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages behind it have no parent in the cache."""
+    """The pages behind the node have no parent in the cache."""
     turns = iter([1, 0, 1])
     monkeypatch.setattr(Offloader, "_store", lambda *_: 1 / next(turns))
     for _ in range(3):

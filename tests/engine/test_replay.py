@@ -1,4 +1,4 @@
-"""Prefix tokens of some rows of a batch, as a batch of their own."""
+"""Prefix tokens of some rows of a batch, computed as a batch of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sglang_droidspeak.engine.replay import _extending, prepared
 
 
 def test_embeddings_of_other_rows_are_not_taken_along() -> None:
-    """SGLang batches who brings embeddings for some tokens with who has tokens alone."""
+    """SGLang puts requests with embeddings for some tokens into a batch with requests that have
+    tokens alone."""
     batch = SimpleNamespace(
         reqs=[
             SimpleNamespace(full_untruncated_fill_ids=[9] * 4),
@@ -37,7 +38,8 @@ def test_embeddings_of_other_rows_are_not_taken_along() -> None:
 
 
 def test_a_recording_of_experts_has_none_of_a_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's models name the layer that they are in. Here no model does, and that would raise."""
+    """SGLang's models name the layer in which they are. No model does so here, and a recording
+    would raise."""
     recorder: Any = object.__new__(experts._ExpertDistributionRecorderReal)
     recorder._disable_all, recorder._recording = False, True
     recorder._current_layer_idx = recorder._current_debug_name = experts.Withable()

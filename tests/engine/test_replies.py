@@ -1,4 +1,4 @@
-"""Answers that wait until others can read what was computed: without a server."""
+"""Answers that wait until peers can read the computed KV, without a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Streamer:
 
 
 class Request:
-    """Stands for SGLang's Req, which equals no other one."""
+    """Stands for SGLang's Req. No two objects of it are equal."""
 
     finished_output = None
 
@@ -89,7 +89,7 @@ def test_what_sglang_prefills_for_all_samples_does_not_keep_them_waiting() -> No
 
 
 def test_who_has_the_id_of_one_that_waits_is_answered_and_labelled() -> None:
-    """The first rank has answered the other request, so the id is free again."""
+    """The first rank has answered the waiting request, so its id is free again."""
     streamer = Streamer()
     streamer.stream(request("r1", **BEFORE))
     streamer.stream(request("r1", is_finished=False))

@@ -1,7 +1,7 @@
 """KV that a server holds as exact is exact, after any retraction of its requests.
 
-They are taken back while they decode, read in chunks beside others that decode, go on from each
-other's answers, are experiments, have several samples, or are aborted.
+Requests are retracted while they decode, or while their prompt is read in chunks beside decoding
+requests. They continue each other's answers, are experiments, have several samples, or are aborted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rig:
     num_retractions: int = 0
 
     def talk(self, number: int, random: Random) -> None:
-        """About a document, each turn after what was answered before."""
+        """Hold a conversation about a document. Each turn follows the answers before it."""
         tokens = self.documents[number % len(self.documents)]
         for turn in range(NUM_TURNS):
             kind = random.choice([self.auto, self.auto, self.off, self.experiment])

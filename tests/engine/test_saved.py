@@ -1,4 +1,4 @@
-"""Seconds that reuse saved and lost, beside what a client would have measured."""
+"""Seconds that reuse saved or lost, compared with what a client would have measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PAIR = PLAN.sender, PLAN.receiver
 
 
 class Rig:
-    """A server with a clock by which a token of full prefill takes `TOKEN_S`."""
+    """A server with a clock. On this clock, full prefill takes `TOKEN_S` for each token."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = Now(monkeypatch)
@@ -76,7 +76,7 @@ class Rig:
         return loading(PLAN, source, at, slots, request(rid))
 
     def run(self, *loads: Request, takes_s: float, num_others: int = 0) -> None:
-        """One batch, from its start to its end on the device."""
+        """Run one batch, from its start to its end on the device."""
         reqs = [it.req for it in loads] + [request(f"other{i}") for i in range(num_others)]
         batch = SimpleNamespace(
             reqs=reqs,

@@ -1,4 +1,5 @@
-"""`droidspeak serve`: what it starts, and what it refuses before anything is started."""
+"""`droidspeak serve`: the processes that it starts, and the errors that it finds before it starts
+any."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""SGLang's own tests of a server come out the same with the extension as without.
+"""SGLang's own tests of a server have the same outcomes with the extension as without.
 
-These tests of its wheel ask nothing a model has to know. The model here has random weights and a
-vocabulary that can spell what a grammar asks for.
+These tests are in SGLang's wheel and do not need a trained model. The model here has random
+weights, and its vocabulary can spell every text that a grammar demands.
 
 Two tests of caches do not run:
 
 - `PrefixCacheBranchingMixin` is for models that cache a state at branches (Mamba), which the
-  extension refuses. Attention's radix tree has the hits that the test forbids.
+  extension refuses. The radix tree of an attention model has hits that the test forbids.
 - `StreamingSessionKitMixin` fails on SGLang alone with a random model of this size.
 """
 
@@ -31,17 +31,19 @@ from sglang_droidspeak.fleet.servers import Server, running
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 VOCAB_SIZE = 32_000
-"""The kits of the radix trees draw tokens below it."""
+"""Size of the vocabulary. The kits of the radix trees draw tokens below it."""
 SEED = 1
 ENDS = '"}'
-"""Made likely where a grammar allows them, so that strings and objects end in time."""
+"""Text that the model is likely to write where a grammar allows it, so that strings and objects end
+in time."""
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-"""Environment of SGLang's own fixture of these kits: a page that leaks ends the server."""
+"""Environment that SGLang's own fixture of these kits sets. With it, a page that leaks ends the
+server."""
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
 def kits(name: str) -> tuple[type, ...]:
-    """Import the kits of a case. Imports take seconds, and these tests are slow ones."""
+    """Import the kits of a case. The imports take seconds and only these slow tests need them."""
     from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin
     from sglang.test.kits.anthropic_messages_kit import AnthropicMessagesMixin
     from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
@@ -103,12 +105,13 @@ NEED_ANSWERS = {
     "test_regex_generate_custom_log_format",
     "test_streaming_response",
 }
-"""Or words that end, or a text in fewer tokens than it has bytes."""
+"""Tests of the kits that need right answers, words as an end, or a text with fewer tokens than
+bytes."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its tokens are the bytes, three special ones, and words that no text has."""
+    """Write a model. Its tokens are the bytes, three special tokens, and words that no text has."""
     folder = tmp_path_factory.mktemp("model") / "random"
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -145,7 +148,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str, str]:
-    """Run every test of the kits: `passed`, or what it raised."""
+    """Run every test of the kits. The outcome of each is `passed` or the error that it raised."""
     from sglang.test import kl_test_utils
 
     chance = random.Random(3)

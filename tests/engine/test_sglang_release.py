@@ -1,4 +1,4 @@
-"""Records of SGLang are true of the installed release, complete, and name what has moved."""
+"""The records of SGLang agree with the installed release, are complete, and name what has moved."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ CLASSES = {
     "manager": ("LoRAManager", "TokenizerManager"),
 }
 OURS = {"has_own_e"}
-"""Written to SGLang's objects by the extension."""
+"""Attributes that the extension itself writes to SGLang's objects."""
 PUT_TOGETHER = {"get_internal_state_communicator"}
-"""Names that stand nowhere in SGLang; what calls them there is recorded."""
+"""Names that SGLang puts together at run time, so that no search finds them. The functions that use
+them are recorded."""
 CALLED_FOR_WHAT_IT_IS = {"envs", "app"}
-"""Settings by their names, and what FastAPI does."""
+"""Names that need no record: the settings, which are used by name, and FastAPI's app."""
 
 
 def test_the_installed_release_is_the_recorded_one() -> None:
@@ -46,7 +47,8 @@ def test_the_installed_release_is_the_recorded_one() -> None:
 
 @pytest.mark.parametrize("folder", [".", "platforms/torch_cpu"])
 def test_the_extra_installs_the_tested_release_and_nothing_else_installs_any(folder: str) -> None:
-    """Another release, such as a `.post1` or a vendor's build, stays in place without the extra."""
+    """If another release such as a `.post1` or a vendor's build is installed, an installation
+    without the extra leaves it in place."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["sglang"] == [f"sglang=={release.VERSION}"]
     assert not any(it.startswith("sglang") for it in project["dependencies"])
@@ -54,7 +56,7 @@ def test_the_extra_installs_the_tested_release_and_nothing_else_installs_any(fol
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """A folder with what is recorded of the installed SGLang's batches, in two files."""
+    """Return a folder with the recorded parts of the installed SGLang's batches, in two files."""
     for target in (OF, STREAM):
         path = Path(*target.split(".")).with_suffix(".py")
         (tmp_path / path).parent.mkdir(parents=True)
@@ -111,14 +113,14 @@ def test_every_field_that_is_read_of_sglangs_objects_is_recorded() -> None:
 
 
 def nodes() -> list[ast.AST]:
-    """Nodes of all modules of the extension."""
+    """Return the syntax nodes of all modules of the extension."""
     files = sorted((ROOT / "sglang_droidspeak").rglob("*.py"))
     return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
 
 
 def test_whatever_is_called_is_recorded() -> None:
-    """Functions and classes that some module of the extension imports, `f()`, or has of what it
-    imports, `c.f()`."""
+    """The record has every function and class that a module of the extension imports and calls,
+    `f()`, or calls as an attribute of an import, `c.f()`."""
     names, everywhere = set(), nodes()
     calls = {ast.unparse(node.func) for node in everywhere if isinstance(node, ast.Call)}
     for node in everywhere:
@@ -150,8 +152,8 @@ def test_whatever_is_called_of_its_objects_is_recorded() -> None:
 
 
 def test_the_forwards_of_models_whose_layers_are_run_are_recorded() -> None:
-    """The record has, for each supported class, the loop over its layers and one layer's
-    forward."""
+    """For each supported class, the record has the loop over its layers and the forward of one
+    layer."""
     folder, names = "sglang.srt.models", set()
     for path in sorted(probe.installed().joinpath(*folder.split(".")).glob("*.py")):
         text = path.read_text()

@@ -1,4 +1,5 @@
-"""Which answers are compared with an exact run, when, and that their users see nothing of it."""
+"""Answers that are compared with an exact run: which ones, when, and that their users see no
+effect."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ REUSED = {
     "reused_tokens": 32,
 }
 THERE = {"outcome": "too_short", "exact": False}
-"""The label of a run that reads what the device has."""
+"""Label of a greedy run that reads KV from the device."""
 SERVED, EXACT = 0.9, 0.4
-"""How likely token 1 is; token 2 has the rest."""
+"""Probabilities of token 1 in the served and in the exact run. Token 2 has the rest."""
 
 
 def entries(likely: float) -> list[tuple[float, int, None]]:
@@ -45,7 +46,7 @@ def entries(likely: float) -> list[tuple[float, int, None]]:
 
 
 class Manager:
-    """Stands for SGLang's TokenizerManager, whose answers are ten times token 1."""
+    """Stands for SGLang's TokenizerManager. Its answers are ten times token 1."""
 
     def __init__(self, label: dict[str, Any], guard: Shadows) -> None:
         self.label, self.guard = label, guard
@@ -55,23 +56,23 @@ class Manager:
         self.suspects: tuple[PlanId, ...] = ()
         self.pairs: tuple[WatchedPair, ...] = ()
         self.lora_ids = ["id"]
-        """Meaning of an adapter's name, one request after another."""
+        """Ids that the adapter's name stands for, one for each request in turn."""
         self.loaded: dict[str, Any] = {}
         self.lora_registry = SimpleNamespace(get_all_adapters=lambda: self.loaded)
         self.lacks: tuple[str, ...] = ()
-        """Parts of an answer."""
+        """Parts that an answer lacks."""
         self.run_s = 0.0
-        """How long a run of the guard's takes."""
+        """Seconds that a run of the guard takes."""
         self.there: dict[str, Any] = THERE
         """Label of greedy runs."""
         self.num_there = 64
-        """Tokens that the device has for them."""
+        """Number of tokens of a greedy run that the device has."""
         self.outcome = "off"
         """Outcome of exact runs."""
         self.fails = False
         self.is_deaf = False
         self.is_left = False
-        """A client went away, and SGLang was told."""
+        """Whether the client has gone away and SGLang was told so."""
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         return self.guard.generate(Manager._plain, self, obj, request)
@@ -141,7 +142,7 @@ def asked(rid: str = "r1", /, **options: Any) -> GenerateReqInput:
 
 
 class Sleepless(selectors.DefaultSelector):
-    """Time of an event loop in which only sleeps take time, exactly what they ask for."""
+    """Time of an event loop in which only sleeps take time, exactly as long as they ask for."""
 
     now_s = 0.0
 
@@ -164,7 +165,8 @@ def served(
     busy_s: float = 0.0,
     loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> list[list[Any]]:
-    """The replies to each, once no comparison waits; busy for so long after the last."""
+    """Return the reply to each request, when no comparison waits any more. After the last reply,
+    the server is busy for `busy_s`."""
 
     async def ask() -> list[list[Any]]:
         manager.rid_to_state["another"] = None
@@ -183,7 +185,7 @@ def served(
 
 @pytest.fixture(autouse=True)
 def _one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run chooses the same requests."""
+    """With one key, each run chooses the same requests."""
     monkeypatch.setattr(shadows, "_KEY", b"a server's")
 
 
@@ -200,7 +202,7 @@ def guard(
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"n": 1, "regex": "a*"}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_compared_and_its_user_sees_nothing(stream: bool, params: Any) -> None:
-    """Runs to compare are greedy, even if the user has asked for sampling."""
+    """Runs that are compared are greedy, even if the user has asked for sampling."""
     manager = Manager(REUSED, guard())
     (replies,) = served(manager, asked(stream=stream, params=params))
     alone = Manager(REUSED, guard(rate=0.0))
@@ -296,7 +298,7 @@ def test_some_requests_go_as_they_came(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("parts", [[KEY], [KEY, "cached_tokens"], ["prompt_token_ids"]], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_lacks_a_part_is_not_kept(parts: list[str], stream: bool) -> None:
-    """An aborted one has none of them before it was in a batch."""
+    """An aborted request has none of these parts if it was in no batch yet."""
     manager, alone = (Manager(REUSED, guard(it)) for it in (1.0, 0.0))
     manager.lacks = alone.lacks = tuple(parts)
     assert served(manager, asked(stream=stream)) == served(alone, asked(stream=stream))
@@ -453,7 +455,7 @@ def test_an_answer_of_replaced_weights_is_not_compared(lora_ids, outcome, caplog
 
 @pytest.mark.parametrize("now", [None, "v2"])
 def test_an_adapter_that_was_unloaded_is_not_asked_for(now: str | None) -> None:
-    """SGLang would load it again."""
+    """If it were asked for, SGLang would load it again."""
     manager = Manager(REUSED, guard())
 
     async def unload() -> None:

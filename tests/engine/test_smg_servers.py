@@ -1,4 +1,4 @@
-"""Shepherd Model Gateway, the real binary, before two engines that read from a sender."""
+"""The real binary of Shepherd Model Gateway in front of two engines that read from a sender."""
 
 from __future__ import annotations
 

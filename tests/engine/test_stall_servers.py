@@ -1,4 +1,4 @@
-"""How long a request that decodes waits while another one's layers are recomputed or late."""
+"""How long a decoding request waits while another request's layers are recomputed or come late."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.slow]
 NUM_SHARED = 1536
 BLOCK = "4:10"
 STEP_TOKENS = 64
-"""Tokens of a prompt's own prefill in one step, beside which SGLang decodes."""
+"""Number of tokens of a prompt that SGLang prefills in one step, beside the requests that
+decode."""
 LATE_SEED = 5
 NUM_RUNS = 3
-"""Noise makes a gap longer, never shorter: the shortest of some tells what a server does."""
+"""Number of runs. Noise makes a gap longer and never shorter, so the shortest one counts."""
 
 
 STALLING = "stalling"
-"""A model of a worker that never sends the last layer."""
+"""Name of a model whose worker never sends the last layer."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
 
 
 class Decoding:
-    """A stream, and when each of its tokens came."""
+    """A stream of tokens, with the time at which each one came."""
 
     def __init__(self, server: Server) -> None:
         self.token_s: list[float] = []
@@ -107,7 +108,8 @@ class Decoding:
 
 
 def stalled(server: Server, seed: int, **controls: str) -> tuple[float, dict]:
-    """The longest wait for a token while another request prefills what the base has read, in ms."""
+    """Return the longest wait for a token, in ms, while another request prefills what the base has
+    read."""
     shared = random_prompt(NUM_SHARED, seed)
     server.generate(shared, max_new_tokens=1)
     return beside_decoding(
@@ -118,7 +120,7 @@ def stalled(server: Server, seed: int, **controls: str) -> tuple[float, dict]:
 def beside_decoding(
     server: Server, tokens: list[int], controls: dict[str, str], **asked: str
 ) -> tuple[float, dict]:
-    """The longest wait for a token while another request is served, in ms."""
+    """Return the longest wait for a token, in ms, while another request is served."""
     with Decoding(server) as decoding:
         started_s = time.monotonic()
         reply = server.generate(tokens, max_new_tokens=4, droidspeak=controls, **asked)
@@ -151,7 +153,7 @@ def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(serve
 
 
 def test_a_load_that_fails_has_decoding_wait_no_longer_than_twice_that(servers):
-    """All but its last layer comes at once, so that the rest should come within its recompute."""
+    """All layers but the last come at once, so the last one is expected within the recompute."""
     cases = {"alone": {"mode": "off"}, "fails": {"block": "1:3", "sender": STALLING}}
     tokens, server = random_prompt(NUM_SHARED + 1, LATE_SEED), servers["default"]
     gaps_ms: dict[str, list[float]] = {name: [] for name in cases}

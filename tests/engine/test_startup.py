@@ -156,7 +156,7 @@ def test_bad_settings_are_refused_with_their_remedy(model, extra, words):
     [("cuda", 6.0, False), ("cuda", 6.1, True), ("cpu", 0.1, True)],
 )
 def test_memory_that_all_ranks_page_lock_has_to_be_free(model, monkeypatch, device, free, is_well):
-    """Otherwise the system ends the server once its model is loaded."""
+    """If it were not free, the system would end the server after the model was loaded."""
     resolved = engine.resolved
     monkeypatch.setattr(engine, "resolved", lambda it: Altered(resolved(it), "device", device))
     monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: int(free * (1 << 30)))
@@ -283,7 +283,8 @@ def test_server_arguments_that_do_not_go_together(model, flags, words):
 
 
 class Altered:
-    """Arguments of SGLang with one that this machine or model would not let it resolve."""
+    """Arguments of SGLang with one value that SGLang would not accept on this machine or with this
+    model."""
 
     def __init__(self, args: Any, field: str, value: object) -> None:
         self._args, self._altered = args, {field: value}
@@ -333,12 +334,12 @@ REFUSED: list[tuple[str, object]] = [
     ("page_size", 8),
     ("forward_hooks", [{"name": "h"}]),
 ]
-"""Values to which SGLang resolves some argument, and which a server refuses."""
+"""Values to which SGLang resolves an argument, and with which a server refuses to start."""
 
 
 @pytest.fixture(scope="module")
 def accepted(model: Path) -> Any:
-    """Arguments as SGLang resolved them."""
+    """Return the arguments as SGLang resolved them."""
     parsed = server_args(model, {})
     parsed.resolve_once()
     args = engine.resolved(parsed)
@@ -402,7 +403,7 @@ def test_a_quantisation_that_sglang_takes_from_the_checkpoint_is_not_the_flags(
 
 
 class Pool:
-    """Return SGLang's pool of plain rows, or one that is `altered`."""
+    """Return SGLang's pool of plain rows, or a pool that is `altered`."""
 
     def __init__(self, **altered: object) -> None:
         plain = {"kv_cache_layout": "nhd", "dtype": torch.bfloat16}
@@ -411,7 +412,7 @@ class Pool:
 
 
 class OtherPool(Pool):
-    """Rows of another kind."""
+    """A pool with rows of another kind."""
 
 
 @pytest.mark.parametrize(
@@ -562,7 +563,7 @@ def test_a_port_that_is_given_twice_is_found_before_weights_are_loaded(model: Pa
 
 
 def test_a_port_that_sglang_may_not_take_may_be_taken(model: Path) -> None:
-    """`sglang.Engine` has no HTTP server, and the same default port as who has one."""
+    """`sglang.Engine` has no HTTP server, but its default port is the same as a server's."""
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         check_front_end(server_args(model, {}, "--port", str(taken.getsockname()[1])))
 
@@ -660,7 +661,8 @@ def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_profiles_of_one_pair(model: Path, tmp_path: Path) -> None:
-    """Named or in a folder; the same one twice is one."""
+    """Both profiles are named, or the folder in which they are. The same profile named twice counts
+    as one."""
     own = read_model_identity(model)
     for passed in (True, False):
         folder = tmp_path / str(passed)
@@ -704,7 +706,8 @@ def test_senders_are_those_of_usable_profiles_and_the_model_itself(model, tmp_pa
 
 
 def test_an_adapter_is_of_the_base_that_is_served(model: Path, tmp_path: Path) -> None:
-    """The base counts as it was loaded, even if its folder was overwritten or is gone."""
+    """The base counts as it was when it was loaded, even if its folder was overwritten or is
+    gone."""
     base = shutil.copytree(model, tmp_path / "base")
     adapter = write_adapter(tmp_path / "adapter", base)
     identity = load_this_server(server_args(base, {})).identity

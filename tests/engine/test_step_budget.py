@@ -1,4 +1,5 @@
-"""Partial prefills in SGLang's own accounting of one step: its prefill adder, without a server."""
+"""Partial prefills in SGLang's own accounting of one step. Its prefill adder runs without a
+server."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ STEP_TOKENS = 96
 
 
 class Slots:
-    """Enough for everything: an allocator and its budget."""
+    """An allocator with slots for everything, and its budget."""
 
     page_size = PAGE
     total_offset = 0
@@ -54,7 +55,7 @@ class Slots:
 
 
 class Adder(PrefillAdder):
-    """SGLang's adder with the hook; each loaded token recomputes half of the layers."""
+    """SGLang's adder with the hook. For each loaded token, half of the layers are recomputed."""
 
     def __init__(self, *, is_decoding: bool, align: int | None = None) -> None:
         tree = SimpleNamespace(supports_mamba=lambda: False, supports_prefix_sharing=lambda: True)
@@ -70,7 +71,7 @@ class Adder(PrefillAdder):
         return self._queue.charge(0, self, req, prefix_len)
 
     def add(self, num_loaded: int, num_new: int, rid: str = "r1") -> bool:
-        """Whether one more request goes into this step."""
+        """Return whether one more request goes into this step."""
         req = SimpleNamespace(
             rid=rid,
             prefix_len=0,
@@ -110,7 +111,8 @@ def test_one_that_is_larger_than_a_step_has_it_for_itself(is_decoding: bool) -> 
 
 
 def test_one_is_not_refused_where_chunks_are_of_many_pages() -> None:
-    """SGLang passes over a refused request, and all behind it, as long as any request decodes."""
+    """SGLang passes over a refused request, and over all requests behind it, as long as any request
+    decodes."""
     adder = Adder(is_decoding=True, align=4 * PAGE)
     assert [adder.add(640, 5 * PAGE) for _ in range(2)] == [True, False]
 
@@ -122,7 +124,7 @@ def test_one_that_fits_takes_its_recompute_where_chunks_are_of_many_pages() -> N
 
 @pytest.mark.parametrize(("share", "num"), [(0.0, 6), (0.025, 3)])
 def test_what_is_only_loaded_takes_the_time_of_its_copies(share: float, num: int) -> None:
-    """Copies of 640 tokens take as long as a prefill of 16."""
+    """The copies of 640 tokens take as long as a prefill of 16 tokens."""
     adder = Adder(is_decoding=True)
     adder.waiting.step_tokens = lambda _rid, num_tokens: int(share * num_tokens)
     assert [adder.add(640, 10) for _ in range(num + 1)] == [True] * num + [False]
@@ -161,8 +163,8 @@ def test_a_step_takes_no_more_unfinished_loads_than_it_could_prefill(is_decoding
 
 
 def test_an_unfinished_load_that_no_step_could_prefill_waits_beside_who_decodes() -> None:
-    """The load has 64 tokens. A step takes 79 and a page of the request's own, and then all of
-    it."""
+    """The load has 64 tokens. A step takes up to 79 tokens and a page of the request's own, which
+    is enough for the whole load."""
     waiting, cache, (req,) = due(NUM_PAGES * PAGE + PAGE - 1, "r1")
     assert look(waiting, req, is_decoding=True) == {"r1"}
     assert not look(waiting, req, is_decoding=False), "there is nobody who would wait"
@@ -182,7 +184,7 @@ def test_what_has_not_all_come_fails_before_it_is_admitted_and_holds_up_nobody()
 
 @dataclass
 class OneStep:
-    """SGLang's, as far as one step's tokens go."""
+    """The tokens of one step, as SGLang counts them."""
 
     rem_chunk_tokens: int | None
     can_run_list: list[Any]
@@ -209,7 +211,8 @@ class OneStep:
     ],
 )
 def test_recomputed_layers_take_their_share_of_a_step(room, others, is_decoding, charge):
-    """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
+    """The recomputed layers of a request with 20 tokens of its own count as 64 tokens, in addition
+    to the tokens that SGLang replays."""
     waiting: Any = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
     queue = Queue(waiting, waiting, waiting, waiting)
     queue._least_chunk = PAGE
@@ -221,8 +224,8 @@ def test_recomputed_layers_take_their_share_of_a_step(room, others, is_decoding,
 @pytest.mark.parametrize(("max_stall_s", "share"), [(None, 0.5), (0.048, 1.0), (0.192, 0.25)])
 @pytest.mark.parametrize("copy_s", [0.0, 0.012])
 def test_a_steps_tokens_are_filled_by_layers_and_copies(max_stall_s, share, copy_s):
-    """Block [1, 4) computes two layers of four whole. A step of 96 tokens takes 96 ms; the copies
-    of as many tokens take an eighth of that, or nothing."""
+    """Block [1, 4) computes two of the four layers in full. A step of 96 tokens takes 96 ms; the
+    copies of as many tokens take an eighth of that, or nothing."""
     settings = SimpleNamespace(max_stall_s=max_stall_s)
     planner: Any = SimpleNamespace(
         _server=SimpleNamespace(settings=settings, page_size=PAGE),

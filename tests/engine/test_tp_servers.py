@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: both do as the first decided, or both prefill in full."""
+"""Two tensor-parallel ranks: both do what the first one decided, or both prefill in full."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ENV_OF_RANKS = {
 
 
 def is_advertised(team: Team, tokens: list[int]) -> bool:
-    """Whether every rank offers to peers what it has of the prompt."""
+    """Return whether every rank offers its part of the prompt's KV to peers."""
     pages = page_hashes(tokens)
     for rank in range(NUM_RANKS):
         peer = at_rank(team.addresses[0], rank)
@@ -71,7 +71,7 @@ def is_advertised(team: Team, tokens: list[int]) -> bool:
 
 @contextlib.contextmanager
 def stalling(model: Path, name: str, num_unsent: int, seed: int) -> Iterator[str]:
-    """A worker of two ranks; yields its address."""
+    """Run a worker of two ranks, and yield its address."""
     port, tokens = free_port(NUM_RANKS), prompt(NUM_STALLED, seed)
     with contextlib.ExitStack() as stack:
         for rank in range(NUM_RANKS):
@@ -88,7 +88,7 @@ def stalling(model: Path, name: str, num_unsent: int, seed: int) -> Iterator[str
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory) -> Iterator[Team]:
-    """A base with adapters, and a fine-tune that reads from it in another server."""
+    """Run a base with adapters, and a fine-tune in another server that reads from the base."""
     models = Checkpoints.write(tmp_path_factory.mktemp("tp"), ADAPTERS, READER)
     base, address = models.whole[BASE], free_address(NUM_RANKS)
     profile = models.profile(BASE, READER, {CORRECTED: E_MAP})
@@ -207,7 +207,7 @@ def test_each_rank_corrects_e_that_all_put_together(team: Team) -> None:
 
 
 def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team) -> None:
-    """None of them waits in a layer for one that will not come."""
+    """No rank waits in a layer for another rank that does not come there."""
     tokens = prompt(NUM_BROKEN + 10, seed=507)
     alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
     team.servers[READER].flush()
@@ -285,7 +285,7 @@ def update(team: Team, model: str) -> None:
 
 @pytest.mark.parametrize(("name", "seed"), [(LATE, 600), (NEVER, 601)])
 def test_where_one_rank_lacks_its_part_all_prefill_in_full(team, name, seed):
-    """While the request waits, and after all ranks have admitted it."""
+    """The part goes missing while the request waits, or after all ranks have admitted it."""
     tokens = prompt(NUM_STALLED, seed)
     alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
     team.servers[READER].flush()
@@ -299,7 +299,8 @@ def test_where_one_rank_lacks_its_part_all_prefill_in_full(team, name, seed):
 
 
 def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path) -> None:
-    """The other one waits for it there; SGLang's watchdog would look at that for minutes."""
+    """The other rank would wait for it in the layer, and SGLang's watchdog would need minutes to
+    notice."""
     models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
     spec = models.server(
         BASE,
@@ -323,8 +324,8 @@ def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path
 
 @pytest.mark.slow
 def test_no_rank_touches_sglangs_tree_alone(tmp_path: Path) -> None:
-    """SGLang itself detects this: a server ends if its ranks call its tree differently. Requests
-    wait for slots that others have, and their pages are evicted meanwhile."""
+    """SGLang itself ends a server whose ranks call its tree differently. Here requests wait for
+    slots that other requests have, and their pages are evicted meanwhile."""
     models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
     spec = servers.ServerSpec(
         model=models.whole[BASE],

@@ -1,4 +1,5 @@
-"""Slices of a request's trace: what they say of it, and that there are none where tracing is off.
+"""Slices of a request's trace: what they say about the request, and that there are none without
+tracing.
 
 With real servers and a collector: test_faults.py.
 """
@@ -166,7 +167,7 @@ def test_the_context_is_that_of_the_requests_root() -> None:
 
 
 def test_without_tracing_nothing_is_done_nor_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request here has no stats: to look at them raises."""
+    """The request here has no stats, so an attempt to look at them raises."""
     for name in ("add_slice", "mark"):
         monkeypatch.setattr(tracing, name, None)
     cache, req = Asked(), request()

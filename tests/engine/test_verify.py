@@ -1,4 +1,4 @@
-"""`droidspeak verify` names what is wrong with two servers, whatever is broken."""
+"""`droidspeak verify` names what is wrong with two servers, for every kind of fault."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Served(Client):
-    """A server that computes answers from token ids, with one thing wrong."""
+    """A server that computes answers from token ids, with one fault."""
 
     def __init__(self, name: str, fault: str = "", peer: Served | None = None) -> None:
         super().__init__(f"http://{name}")
@@ -152,7 +152,7 @@ class Served(Client):
 
 
 def _likely(ids: Tokens, noise: float) -> list[tuple[float, int]]:
-    """Log-probabilities of 20 tokens, the most likely first."""
+    """Return the log-probabilities of 20 tokens, the most likely first."""
     chosen = Random(hash(ids)).sample(range(1000), 20)
     values = [-0.1 - noise, *(-4.0 - i + 4 * noise for i in range(19))]
     return [*zip(values, chosen, strict=True)]

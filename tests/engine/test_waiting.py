@@ -1,6 +1,6 @@
 """A waiting request: inputs of its plan, its fetch, the length of its wait, and its load.
 
-`test_waiting_machine` has what becomes of many of them, whatever happens.
+`test_waiting_machine` tests many waiting requests under random events.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ from sglang_droidspeak.store.pool import Held
 
 DEADLINE_S = 0.2
 OPTIONAL = planner_of(patience=Patience(saving_s=SAVING_S))
-"""Chosen by the server, which predicts that it saves so much."""
+"""Planner that predicts these seconds of saving, so that the server may choose to reuse."""
 WAIT_S, MARGIN_S, STEP_S = 0.12, 0.03, 0.0005
-"""Predicted of a fetch of 120 bytes, too short for the rate to tell when it will end; and what it
-saves."""
+"""Predicted seconds of a fetch of 120 bytes, seconds that it saves, and seconds between two looks
+at the queue. The fetch is too short for its rate to tell when it will end."""
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 @pytest.mark.parametrize(("has_come", "left_s"), [(True, 1.0), (False, 0.25)])
 def test_plan_whose_first_pages_the_device_lost_is_made_anew(now, has_come, left_s):
-    """The new load begins behind the pages that are left. The request waits no longer in all,
-    unless its wait was over and it has queued as all others do."""
+    """The new load begins behind the pages that are left. The total wait does not grow, unless the
+    wait was over and the request has queued as all others do."""
     cache, req = Asked(now, held=Held(2, 0)), request()
     planner = planner_that(
         lambda *_: planned_as(
@@ -112,7 +112,7 @@ def test_plan_whose_first_pages_the_device_lost_is_made_anew(now, has_come, left
 
 
 class Team:
-    """Two models that may read each other, and have nothing yet; stands for what leaders ask."""
+    """Two models that may read each other's KV and have none yet. Stands for what leaders ask."""
 
     plan = staticmethod(lambda *_: Declined("no_match"))
     refusal = staticmethod(prefixes.refusal)
@@ -138,7 +138,8 @@ def waiting_in(team: Any) -> WaitingRequests:
 
 
 def test_follower_waits_until_its_leader_is_gone_or_has_answered(now: Now) -> None:
-    """No other request keeps an aborted leader, and none waits longer than reading saves."""
+    """No other request keeps an aborted leader in the notes. No follower waits longer than reading
+    saves."""
     for end in ("aborted", "answered", "late"):
         waiting, leader, follower = waiting_in(Team()), request("leads"), request("follows", "x")
         gone, queue = weakref.ref(leader), [leader, follower]
@@ -177,7 +178,7 @@ def test_request_that_stays_exact_waits_for_no_leader_of_another_model(decision:
 
 
 def asks(req: Any, cache: Asked, **parts: Any) -> bool:
-    """Whether it waits for the store's answer."""
+    """Return whether the request waits for the store's answer."""
     req.sampling_params.custom_params = parts.pop("custom_params", None)
     waiting, _ = waiting_with(cache, **{"server": STORE, "meter": METER, **parts})
     return look(waiting, req) == {"r1"} and not cache.fetched
@@ -310,7 +311,7 @@ def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any,
 @pytest.mark.parametrize("wait_s", [0.0, 0.7])
 @pytest.mark.parametrize(("most_s", "is_held"), [(0.91, True), (0.89, False)])
 def test_missing_bytes_are_expected_at_the_rate_so_far(now, most_s, is_held, wait_s):
-    """60 of 120 bytes in 0.45 s: the rest takes as long, and all of it must come in time."""
+    """60 of 120 bytes come in 0.45 s. The rest takes as long, and all bytes must come in time."""
     link = Link(byte_s=wait_s / 120)
     patience = Patience(saving_s=most_s - wait_s, wait_s=wait_s, link=link)
     planner = planner_of(**WANTED | {"patience": patience})
@@ -336,7 +337,7 @@ def test_fetch_that_is_too_slow_is_given_up_once_its_request_could_run(now: Now)
 
 @pytest.mark.parametrize(("token_s", "is_held"), [(9.7e-3, True), (1.0e-2, False)])
 def test_missing_kv_may_come_during_the_recompute(now: Now, token_s: float, is_held: bool) -> None:
-    """One layer of 48 tokens. E has come, and the rest takes 0.4725 s."""
+    """The plan recomputes one layer of 48 tokens. E has come, and the rest takes 0.4725 s."""
     plan = replace(PLAN, pages=Span(1, 4))
     planner = planner_of(**WANTED | {"plan": plan})
     meter = FakeMeter(recompute=PrefillCost(token_s=token_s, context_s=0.0))
@@ -374,7 +375,8 @@ def held_for(
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_fetch_that_stalls_is_given_up_once_it_saves_nothing(now: Now, share: float) -> None:
-    """It stalls at a share of its bytes: on time it is waited for, however long that takes."""
+    """The fetch stalls after a share of its bytes. Up to there it is on time and is waited for,
+    however long that takes."""
     waited_s, has_come = held_for(now, lambda after_s: min(after_s / WAIT_S, share))
     assert has_come == (share == 1.0)
     late_s = 0.0 if has_come else MARGIN_S
@@ -385,8 +387,8 @@ def test_fetch_that_stalls_is_given_up_once_it_saves_nothing(now: Now, share: fl
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.99, 1.0])
 @pytest.mark.parametrize("slower", [0.5, 1.0, 1.1, 1.2, 1.4, 3.0, 50.0])
 def test_no_fetch_makes_an_answer_later_than_two_full_prefills(now, slower, share, times):
-    """Reuse saves less than one full prefill without its wait: so long it waits, and then takes
-    one."""
+    """Reuse without the wait saves less than one full prefill. The request waits at most as long as
+    that, and then does a full prefill."""
     waited_s, has_come = held_for(now, lambda it: min(it / WAIT_S / slower, share), MARGIN_S, times)
     assert waited_s <= WAIT_S + MARGIN_S + 4 * STEP_S
     assert has_come == (share == 1.0 and slower <= 1.2)
@@ -422,7 +424,7 @@ def test_request_that_gives_up_logs_the_cause(now: Now, caplog: pytest.LogCaptur
 
 
 def test_plan_that_loads_nothing_is_ready_at_once() -> None:
-    """All layers are computed anew: from the receiver's own embeddings, with no E."""
+    """All layers are computed anew from the receiver's own embeddings, without E."""
     planner = planner_of(plan=replace(PLAN, block=Span(0, 4)), patience=Patience(saving_s=0.0))
     req = request()
     waiting, _ = waiting_with(Asked(), planner=planner)
@@ -432,7 +434,7 @@ def test_plan_that_loads_nothing_is_ready_at_once() -> None:
 
 
 def test_pages_of_the_pool_are_locked_when_they_are_taken() -> None:
-    """Pages are locked by the plan, for the request, in the tree of that moment."""
+    """The plan locks the pages for the request when it is made, in the tree of that moment."""
     cache, req, locked = Asked(), request(), []
     plan = replace(PLAN, location=Location("pool:x"))
     pages = SimpleNamespace(slots=torch.arange(NUM_PAGES * PAGE), release=lambda: None)
@@ -495,7 +497,8 @@ def test_taken_request_knows_how_long_its_planning_took(now: Now) -> None:
     ],
 )
 def test_load_beside_decoding_is_at_most_one_step(share, is_decoding, num_pages):
-    """A step has 56 tokens, three and a half pages: one of these is for the request's own."""
+    """A step has 56 tokens, which are three and a half pages. One page is for the request's own
+    tokens."""
     cache, req = Asked(), request()
     planner = planner_of(**WANTED | {"step_share": share})
     meter = FakeMeter(recompute=None, step_tokens=56)
@@ -518,7 +521,7 @@ def test_load_beside_decoding_is_at_most_one_step(share, is_decoding, num_pages)
 
 
 def test_failure_of_the_first_rank_settles_all_ranks() -> None:
-    """The others have begun, and hear that it is settled there."""
+    """The other ranks have begun, and hear of the failure."""
     pair, caches = Pair(), [Asked(), Asked()]
     caches[0].fetch = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     for cache, least, outcome in zip(
@@ -534,7 +537,7 @@ def test_failure_of_the_first_rank_settles_all_ranks() -> None:
 
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_ranks_read_one_namespace_if_one_has_no_memory(lacking: int) -> None:
-    """Only the next request in the queue looks again for more at other peers."""
+    """Only the next request in the queue looks for more KV at other peers."""
     pair, arrivals, places = Pair(), [], []
     for number in range(2):
         cache, queue = Asked(held=Held(1, 3)), [request(f"r{i}") for i in range(9)]

@@ -54,12 +54,12 @@ PLANNED: Final = ("approximate", "experiment", "exact", "exact experiment", "opt
 KINDS: Final = (
     *(*PLANNED, "no_match", "follows", "off", "too_short", "on_device", "session", "error"),
 )
-"""Choice of the planner for a request: a plan, or the reason for none."""
+"""Kinds of request, by what the planner chooses: a plan, or the reason why there is none."""
 DEADLINE_S, SAVING_S = 10.0, 2.0
 NUM_BYTES: Final = len(PLAN.steps) * STEP_BYTES
 PAGES: Final[list[Any]] = []
 KEYS: Final[dict[bool, list[str]]] = {}
-"""Requests by whether they read approximate KV; all have the same tokens."""
+"""Keys of requests, by whether they read approximate KV. All requests have the same tokens."""
 WAITING: Final = (Phase.PLANNED, Phase.FETCHING, Phase.READY)
 
 
@@ -74,7 +74,8 @@ def _pages() -> None:
 
 
 class Limited(Asked):
-    """A cache with memory for so many fetches at once, which end in time by this clock."""
+    """A cache with memory for a limited number of fetches at once. The fetches end in time by this
+    clock."""
 
     room = 3
     num_asked = 0
@@ -110,7 +111,7 @@ def choice_for(req: Any, has: Held) -> Planned | Declined:
 
 
 class Rank:
-    """The waiting requests of one rank, and its resources."""
+    """The waiting requests of one rank, and the resources of this rank."""
 
     def __init__(self, now: Now, number: int, **parts: Any) -> None:
         self.cache = Limited(now)
@@ -134,7 +135,7 @@ class Fetch:
 
 @dataclass(eq=False)
 class Entry:
-    """A request of the queue: one stay, from its first sight."""
+    """A request's stay in the queue, from when it was first seen."""
 
     req: Any
     seen_s: float
@@ -142,7 +143,7 @@ class Entry:
     plan: Plan | None = None
     fetch: Fetch | None = None
     num_there: int = 0
-    """Pages of the device that it counts on."""
+    """Number of pages on the device that the request counts on."""
     runnable_s: float | None = None
 
     def settle(self) -> None:
@@ -152,14 +153,14 @@ class Entry:
 
 
 class Model:
-    """Phases of requests, written as simply as possible."""
+    """A model of the phases of requests, written as simply as possible."""
 
     def __init__(self, now: Now) -> None:
         self.now, self.has, self.room, self.pays = now, Held(2, 3), 3, True
         self.entries: dict[str, Entry] = {}
         self.fetches: list[Fetch] = []
         self.num_asked = 0
-        """Times that memory for one was asked for."""
+        """Number of times that memory for a fetch was asked for."""
         self.notes: list[tuple[str, str, str | None, float]] = []
         self.approximate: set[str] = set()
         """Requests that read approximate KV."""
@@ -245,7 +246,7 @@ class Model:
         return True
 
     def outcome_of(self, entry: Entry) -> str:
-        """Cause that it is given up for, if any."""
+        """Return the cause for which the request is given up, if any."""
         fetch = entry.fetch
         if fetch is None:
             return ""
@@ -264,7 +265,7 @@ class Model:
         return 0.0 if entry.runnable_s is None else self.now() - entry.runnable_s
 
     def num_approximate(self, entry: Entry, num_read: int) -> int:
-        """Tokens of the first pages that are approximate on the device."""
+        """Return how many tokens of the first `num_read` pages are approximate on the device."""
         if entry.req.rid not in self.approximate:
             return 0
         return PAGE * sum(it in self.loaded for it in range(num_read))
@@ -278,12 +279,14 @@ class Model:
         (self.approximate.add if is_approximate else self.approximate.discard)(entry.req.rid)
 
     def is_longer(self, entry: Entry) -> bool:
-        """Whether a request that may read approximate KV finds more of it than of exact KV."""
+        """Return whether a request that may read approximate KV finds more of it than of exact
+        KV."""
         return not entry.req.was_told and self.has.approximate > self.has.exact
 
 
 def event(function: Callable[..., None]) -> Callable[..., None]:
-    """Behind it SGLang looks at the queue, unless more is to happen before."""
+    """Mark a function as an event. SGLang looks at the queue after it, unless more events come
+    first."""
 
     @wraps(function)
     def then_looks(self: WaitingMachine, **drawn: Any) -> None:
@@ -300,7 +303,7 @@ helds = st.builds(Held, st.integers(0, NUM_PAGES), st.integers(0, NUM_PAGES))
 
 
 class WaitingMachine(RuleBasedStateMachine):
-    """SGLang's scheduler, its device and the network, with the ranks and the model."""
+    """SGLang's scheduler, its device and the network, together with the ranks and the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +363,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(KINDS))
     @event
     def crowd(self, kind: str) -> None:
-        """More than a step may take."""
+        """Queue more requests than a step may take."""
         for _ in range(NUM_NEXT + 2):
             self.come(kind)
 
@@ -387,7 +390,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(at=places, kind=st.sampled_from(KINDS), comes_again=st.booleans())
     @event
     def leave(self, at: int, kind: str, comes_again: bool) -> None:
-        """Aborted; another one may come with its name."""
+        """Abort a request. Another one may come with its name."""
         req = self.remove(self.queue[at % len(self.queue)])
         if comes_again:
             self.come(kind, rid=req.rid)
@@ -454,7 +457,7 @@ class WaitingMachine(RuleBasedStateMachine):
         self.model.fetches[number].has_failed = True
 
     def fetching(self) -> list[int]:
-        """Fetches that may still go on."""
+        """Return the fetches that may still continue."""
         return [
             number
             for number, it in enumerate(self.model.fetches)
@@ -520,7 +523,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(at=places, num_on_device=st.integers(NUM_PAGES - 1, NUM_PAGES))
     @event
     def admit(self, at: int, num_on_device: int) -> None:
-        """Without what its plan would load."""
+        """Admit a request without the KV that its plan would load."""
         entry = self.known()[at % len(self.known())]
         num_approximate = self.model.num_approximate(entry, num_on_device)
         if entry.phase in WAITING:
@@ -544,7 +547,8 @@ class WaitingMachine(RuleBasedStateMachine):
     )
     @event
     def take(self, at: int, first: int, is_cancelled: bool, all_land: bool) -> None:
-        """Load what is left from this page on; or give the slots back before the batch starts."""
+        """Load what is left from page `first` on, or give the slots back before the batch
+        starts."""
         for number in self.fetching() if all_land else ():
             self.finish(number, len(PLAN.steps))
         self.look()
@@ -586,14 +590,15 @@ class WaitingMachine(RuleBasedStateMachine):
             del self.model.entries[entry.req.rid]
 
     def known(self) -> list[Entry]:
-        """Entries of the queue; those with a plan, if any has one."""
+        """Return the entries of the queue. If any entry has a plan, return only the entries with a
+        plan."""
         known = [it for it in self.model.entries.values() if it.req in self.queue]
         return [it for it in known if it.phase in WAITING] or known
 
     @rule()
     @event
     def clear(self) -> None:
-        """Change the model, as an update of the weights does."""
+        """Change the served model, as an update of the weights does."""
         for rank in self.ranks:
             rank.waiting.clear()
         for entry in self.model.entries.values():

@@ -1,5 +1,5 @@
-"""Weights that change in a running server: from the first write on no model is known, until the
-server knows what it serves. An update that is refused before it writes changes nothing.
+"""Weights that change in a running server. From the first write until the server knows its new
+weights, it knows no model. An update that is refused before it writes changes nothing.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ HARMLESS = {
     "receive_weights_from_distributed",
     "end_weight_update",
 }
-"""They write no weights, or only after another one has been called."""
+"""Requests that write no weights, or write them only after another request of this list."""
 
 
 class Weights(torch.nn.Module):
-    """A model that takes one tensor and breaks at the next."""
+    """A model that takes one tensor and breaks at the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_every_way_to_write_weights_is_seen_before_it_writes(monkeypatch):
 
 
 class Two:
-    """The ranks of a server, of which the other one says what it says."""
+    """The two ranks of a server. The test says what the second one reports."""
 
     def __init__(self) -> None:
         self.others_least = 1
@@ -162,7 +162,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[WeightUpdat
 
 
 def settled(updates: WeightUpdates, models: Models) -> str | None:
-    """The model's name once its weights have been read."""
+    """Return the model's name after its weights have been read."""
     while models.unknown == "reading_weights":
         updates.settle()
     return models.of(None)
@@ -265,7 +265,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 
 def usable(server: Server) -> set[float]:
-    """Values of its metrics about its pairs."""
+    """Return the values of the server's metrics about its pairs."""
     samples = scraped(f"{server.url}/metrics").items()
     return {value for (name, *_), value in samples if name == "droidspeak:pair_usable"}
 
@@ -281,7 +281,7 @@ def update(server: Server, path: str, **body: Any) -> bool:
 
 
 def known(server: Server) -> Answer:
-    """An answer to another prompt, once the server knows its weights."""
+    """Return the answer to another prompt, once the server knows its weights."""
 
     def found() -> Answer | None:
         reply = answer(server, prompt(40, seed=99), max_new_tokens=1)

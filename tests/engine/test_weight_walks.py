@@ -1,9 +1,10 @@
-"""Random updates of weights between random requests: each name is of the weights that computed.
+"""Random updates of weights between random requests. Each name has to be that of the weights that
+computed the pages.
 
-SGLang's side is a dictionary: which weights are in memory now, and which have computed each page of
-its tree. Updates come by tensors, from folders and from outside, whole, in part, in another layout
-or broken, on this rank or on another one. A page that was computed by two kinds of weights is none
-of anybody's.
+A dictionary stands for SGLang. It says which weights are in memory now, and which weights have
+computed each page of the tree. Updates come as tensors, from folders and from outside. They are
+whole, partial, in another layout or broken, on this rank or on another one. A page that was
+computed by two kinds of weights belongs to no model.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def tensors(content: Content) -> dict[str, np.ndarray]:
 
 
 class Threads:
-    """Threads that hash a folder when the walk says so; tensors are hashed at once."""
+    """Threads that hash a folder when the test says so. Tensors are hashed at once."""
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
@@ -93,7 +94,7 @@ class Walk:
         self.ranks: Any = SimpleNamespace(least=self._least, share=lambda mine, _: mine)
         self.others_differ = False
         self.is_raw = False
-        """SGLang has not made of the weights yet what its kernels read."""
+        """Whether SGLang has not yet made the weights into the form that its kernels read."""
         self.models = Models(served.started_as, 1, str)
         self.models.reader = self.threads = Threads()  # type: ignore[assignment]
         self.updates = WeightUpdates(served, self.models, self.ranks, self._change, lambda *_: None)
@@ -108,10 +109,10 @@ class Walk:
         offloader: Any = SimpleNamespace(is_stopped=False, put=self._stored)
         self.insertions = Insertions(self.models, pool, offloader, PAGE)
         self.tree: dict[str, Content | None] = {}
-        """Computing model of each page, by SGLang's name of the page."""
+        """Model that computed each page, by SGLang's name of the page."""
         self.queue: list[Any] = []
         self.running: list[tuple[Any, list[Content | None]]] = []
-        """Requests, and who has computed their pages."""
+        """Running requests, each with the models that have computed its pages."""
         self.names: dict[Content, ModelId] = {}
         for content in [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (1.0, 2.0, 1.0), (2.0, 1.0, 2.0)]:
             self._name(content)
@@ -135,13 +136,13 @@ class Walk:
 
     @property
     def now(self) -> Content | None:
-        """Model that computes."""
+        """Return the model that computes now."""
         return None if self.is_raw else self.content
 
     # Updates.
 
     def _load(self, tensors: Any) -> None:
-        """The model's own: what it knows by name it takes."""
+        """Load tensors as the model itself does: it takes the ones with names that it knows."""
         content = dict(zip(NAMES, self.content, strict=True))
         for name, tensor in tensors:
             if tensor is None:
@@ -248,7 +249,8 @@ class Walk:
         self.queue.append(req)
 
     def admit(self) -> None:
-        """Waiting requests are matched again after each change, as the linker does."""
+        """Admit the waiting requests. They are matched again after each change, as the linker
+        does."""
         if not self.queue or len(self.running) > MAX_RUNNING:
             return
         req = self.queue.pop(0)
@@ -266,7 +268,8 @@ class Walk:
             self.queue.append(self.running.pop(self.rng.randrange(len(self.running)))[0])
 
     def finish(self) -> None:
-        """Weights that changed meanwhile computed the answer, and a part of the prompt perhaps."""
+        """End the running requests. Weights that changed meanwhile have computed the answer and
+        perhaps a part of the prompt."""
         if not self.running:
             return
         req, computed = self.running.pop(self.rng.randrange(len(self.running)))
@@ -287,7 +290,7 @@ class Walk:
         self.insertions.checkpoint(insert, None, req, up_to=len(pages) * PAGE)
 
     def flush(self) -> None:
-        """SGLang refuses while requests run."""
+        """Flush SGLang's tree. SGLang refuses while requests run."""
         if not self.running:
             self.tree.clear()
             self.models.flushed()

@@ -1,4 +1,4 @@
-"""The arithmetic of the page on break-even is that by which a server decides."""
+"""The page on break-even computes with the same formulas by which a server decides."""
 
 from __future__ import annotations
 

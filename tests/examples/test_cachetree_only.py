@@ -1,4 +1,4 @@
-"""The cache is of use without SGLang: its example runs, and brings in neither SGLang nor torch."""
+"""The cache works without SGLang: its example runs and imports neither SGLang nor torch."""
 
 from __future__ import annotations
 

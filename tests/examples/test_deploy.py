@@ -1,4 +1,5 @@
-"""Files under deploy/: as the code makes them, with existing metrics and working commands."""
+"""Files under deploy/: they are as the code writes them, name existing metrics, and have working
+commands."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_every_panel_has_a_title_a_place_and_the_source_that_a_user_chooses() ->
 
 @pytest.mark.parametrize("expression", [*QUERIES, *(it["expr"] for it in RULES)])
 def test_every_metric_of_a_panel_or_rule_exists(expression: str) -> None:
-    """The labels exist, too. SGLang's metrics are compared with its source."""
+    """The labels have to exist, too. SGLang's metrics are compared with its source."""
     reference_text = reference.request_metrics() + reference.cache_metrics()
     ours = dict(re.findall(r"`([\w:]+)(?:\{([^}]*)\})?` \|", reference_text))
     # Prometheus adds these; a histogram has `le`.
@@ -116,7 +117,7 @@ def test_each_alert_is_tried_firing_and_not() -> None:
 
 @pytest.mark.parametrize("accept", ["", "; escaping=allow-utf-8"])
 def test_metrics_have_their_names_however_they_are_scraped(accept: str) -> None:
-    """Prometheus 2 and 3 ask differently, and the configuration renames metrics."""
+    """Prometheus 2 and 3 ask for different formats, and the configuration renames metrics."""
     registry = CollectorRegistry()
     Counter("droidspeak:requests", "", ["outcome"], registry=registry).labels("own").inc()
     encode, _ = choose_encoder(f"application/openmetrics-text; version=1.0.0{accept}")
@@ -130,7 +131,7 @@ def test_metrics_have_their_names_however_they_are_scraped(accept: str) -> None:
 
 
 def here(word: str) -> str:
-    """A path of a volume, as what the repository has in its place."""
+    """Return a path in a volume as a path in the repository."""
     word = word.replace("/models/base", "examples/pairs/weights/foundation")
     return re.sub("/models/profiles|(/models)?/adapters", "examples/real", word)
 
@@ -160,7 +161,8 @@ def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_adapters_and_profiles_come_from_one_place_with_the_maps() -> None:
-    """Whatever serves adapters names each, and has what its profiles need beside them."""
+    """Each server of adapters names them all, and has the files that their profiles need beside
+    them."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     (pod,) = [it for it in PODS if it["metadata"]["name"] == "lora"]
     (container,) = pod["spec"]["template"]["spec"]["containers"]
@@ -248,7 +250,7 @@ def test_pods_mount_what_there_is_and_services_lead_to_their_ports() -> None:
 
 
 def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are made as the comments say, and addresses are those of the Services."""
+    """The keys are made as the comments say, and the addresses are those of the Services."""
     monkeypatch.chdir(ROOT)
     for name in ("worker", "engine"):
         write_key_pair(tmp_path, name)

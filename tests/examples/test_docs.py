@@ -1,4 +1,4 @@
-"""The pages name everything that can be set or seen, with the right defaults, nothing else."""
+"""The pages name all that can be set or seen, with the right defaults, and no more."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_every_outcome_has_a_cause_and_a_remedy() -> None:
 
 
 def test_outcomes_are_described_as_they_are_written() -> None:
-    """The words of the policy, and those that a search finds in the engine's part.
+    """The page has the words of the policy, and the words that a search finds in the engine's part.
 
-    The search knows the ways in which outcomes are written today; one that it does not find any
-    more fails here, because the page has it. What a server answers is compared with the page
-    wherever a test looks at it: `engine_parts.Answer`.
+    The search knows how outcomes are written today. If it no longer finds one, this test fails,
+    because the page still has it. A server's answers are compared with the page wherever a test
+    looks at them: `engine_parts.Answer`.
     """
     written = {
         found

@@ -75,7 +75,7 @@ def of(language: str) -> list[Fence]:
 
 
 def test_every_fence_says_what_it_is() -> None:
-    """So that no command is left out here."""
+    """Every block of code names its language, so that no command is left out here."""
     assert {fence.language for fence in FENCES} == LANGUAGES
     for page in pages():
         marks = re.findall(r"(?m)^ *```", page.read_text())
@@ -90,7 +90,8 @@ def test_data_can_be_read(fence: Fence, tmp_path: Path) -> None:
 
 
 def commands(fence: Fence) -> list[list[str]]:
-    """Each in words, without comments and what it sets in its environment."""
+    """Return each command as a list of words, without comments and without the variables that it
+    sets."""
     lines = fence.text.replace("\\\n", "").splitlines()
     split = [shlex.split(line, comments=True) for line in lines]
     return [[*dropwhile(_ASSIGNED.match, words)] for words in split if words]
@@ -98,7 +99,7 @@ def commands(fence: Fence) -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to a folder with the files that the pages name, and with the beginning of each
+    """Change to a folder with the files that the pages name, and with the first part of each
     trace."""
     (tmp_path / "models").mkdir()
     for name, path in STAND_INS.items():
@@ -185,7 +186,7 @@ def test_settings_are_accepted(fence: Fence, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("fence", of("python"), ids=str)
 def test_programs_run(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or are a part of an example, which runs beside its servers."""
+    """Programs run, or are a part of an example that runs beside its servers."""
     monkeypatch.chdir(ROOT)
     part = textwrap.indent(fence.text, "    ")
     if not any(part in it.read_text() for it in (ROOT / "examples").glob("*.py")):

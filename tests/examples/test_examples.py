@@ -46,7 +46,7 @@ class ExampleSpec(forked.ServerSpec):
 
     text: str
     model: Path = Path()
-    """The text names it."""
+    """Path of the model, which the example's text names."""
 
     def words(self, folder: Path) -> Sequence[str]:
         words = super().words(folder)
@@ -55,7 +55,8 @@ class ExampleSpec(forked.ServerSpec):
 
 
 def started(tmp_path_factory, *specs: ExampleSpec) -> Iterator[list[Server]]:
-    """Start servers from the repository's root, to which the examples' paths are relative."""
+    """Start servers in the root of the repository, because the examples' paths are relative to
+    it."""
     before = Path.cwd()
     os.chdir(ROOT)
     try:
@@ -96,7 +97,7 @@ def lora_server(tmp_path_factory) -> Iterator[list[Server]]:
 
 
 def script(name: str, *flags: str, **variables: str) -> list[str]:
-    """Run one example from the root, as its reader would; its output's lines."""
+    """Run one example in the root, as its reader would. Return the lines of its output."""
     interpreter = sys.executable if name.endswith(".py") else "bash"
     # One that hangs says where: Python's fault handler prints all threads' stacks.
     in_time = ["timeout", "--signal=ABRT", "--kill-after=10", "180"]
@@ -202,7 +203,7 @@ def test_documented_requests_work_on_servers(servers, tmp_path, monkeypatch, cap
 
 
 def test_verify_finds_nothing_wrong(servers, capsys) -> None:
-    """Whether reuse is faster is left to `benchmarks`: these models are small."""
+    """Whether reuse is faster is measured in `benchmarks`: the models here are small."""
     urls = [it.url for it in servers]
     data = str(EXAMPLES / "pairs/data/held_out.jsonl")
     main(["verify", *urls, "--num", "3", "--data", data, "--template", "<bos> {context} {input}"])

@@ -24,7 +24,7 @@ EXCEPTIONS = {
     **{f"docs/results/{it.name}": {} for it in (ROOT / "docs/results").glob("*.md")},
     "docs/results/corrected-e.md": {"95 % interval": "a level", "arXiv 2608.03893": "a paper"},
 }
-"""Text, and why it is no measurement."""
+"""Texts that are no measurement, each with the reason."""
 NOT_TYPED = re.compile(
     r"""(?x)
       <!--\ made:.*?<!--\ end\ -->   # made from results, or from code
@@ -47,7 +47,7 @@ MEASURED = re.compile(
 
 
 def measured(text: str) -> list[str]:
-    """Numbers of a page that are typed by hand."""
+    """Return the numbers of a page that were typed by hand."""
     return [it.group() for it in MEASURED.finditer(NOT_TYPED.sub("", text))]
 
 

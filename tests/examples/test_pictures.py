@@ -1,4 +1,4 @@
-"""Each picture of the pages shows the data that the repository has now."""
+"""Each picture on the pages shows the data that the repository has now."""
 
 from __future__ import annotations
 

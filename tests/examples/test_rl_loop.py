@@ -1,4 +1,4 @@
-"""The training loop, with servers that only answer."""
+"""The training loop, with servers that only give prepared answers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ BUSY = "Weights were updated, but the cache was not flushed because requests are
 
 
 class Fake:
-    """SGLang that first refuses to flush after each update. Its answer is its version."""
+    """Stands for SGLang. It first refuses to flush after each update, and answers with its
+    version."""
 
     def __init__(self, labels: Mapping[str, Mapping[str, Any]], *, keeps: bool = False) -> None:
         self.labels = labels
-        """Label by version; empty for SGLang alone."""
+        """Labels by version. Empty for SGLang alone."""
         self.keeps = keeps
         """Whether the server reads KV of the former model until a flush."""
         self.version = self.read = self.refused = "default"

@@ -1,4 +1,4 @@
-"""Output of the examples if no server runs."""
+"""Output of the examples when no server runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED = {
     "lora_roles.py": ("--server", "reached"),
     "rl_loop.py": ("--sglang", FIRST),
 }
-"""The flag that names a server, and words of the line, by example."""
+"""For each example: the flag that names a server, and words of the line that it prints."""
 RUN = """
 import json, os, runpy, sys, tempfile
 import profiles.compute.models, sglang  # These take nearly all of an example's time.
@@ -39,12 +39,12 @@ for path, *arguments in json.loads(sys.argv[1]):
         ended[os.path.basename(path)] = status, said.read().decode()
 print(json.dumps(ended))
 """
-"""Each example in a fork of one process."""
+"""Program that runs each example in a fork of one process."""
 
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, tuple[int, str]]:
-    """Exit status and standard error, by example."""
+    """Return the exit status and standard error of each example."""
     url = f"http://127.0.0.1:{free_port()}"
     asked = [[str(EXAMPLES / name), flag, url] for name, (flag, _) in ASKED.items()]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The packed corpus: sound inputs of every target, and each that once found a bug.
+"""The packed corpus: valid inputs of every target, and each input that once found a bug.
 
 python tests/fuzz/fuzz_corpus.py               make the sound ones anew, keep the found ones
 python tests/fuzz/fuzz_corpus.py add T FILE... keep what a driver found for target T
@@ -90,7 +90,7 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
 
 
 def _record() -> tuple[bytes, bytes]:
-    """A header, and behind it checksums and payload, of zeros."""
+    """Return a header, followed by checksums and a payload of zeros."""
     layout = Layout.of(FAMILY, 2, KV)
     record = files.Record(
         family=FAMILY.digest,
@@ -105,7 +105,7 @@ def _record() -> tuple[bytes, bytes]:
 
 
 def _records() -> list[bytes]:
-    """Inputs of target `record`: the size of the rest of the file, then a header."""
+    """Return the inputs of target `record`: the size of the rest of the file, then a header."""
     header, rest = _record()
     size = len(rest).to_bytes(3, "little")
     deep = b"\x81\xa1x" + b"\x91" * 5000
@@ -113,7 +113,8 @@ def _records() -> list[bytes]:
 
 
 def _frames() -> list[bytes]:
-    """A message and a frame, in clear and sealed; then frames that the target seals itself."""
+    """Return a message and a frame, both in clear and sealed, and then frames that the target seals
+    itself."""
     message, payload = wire.encode(wire.Pong()), bytes(2048)
     inputs = []
     for number, seals in enumerate((Unsealed(), Seals(bytes(KEY_BYTES), is_worker=True))):

@@ -1,4 +1,4 @@
-"""Seeded mutations of a corpus: what runs where atheris is not installed."""
+"""Seeded mutations of a corpus. They are used where atheris is not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EDGES = (b"\0", b"\xff", b"\x7f", b"\x80", b"\xff" * 4, b"\xff" * 8, b"\x7f" + 
 
 
 def mutations(corpus: Sequence[bytes], seed: int) -> Iterator[bytes]:
-    """One input after the other, for ever; each is one of the corpus with a few harms."""
+    """Yield inputs without end. Each is an input of the corpus with a few changes."""
     chance = random.Random(seed)
     while True:
         data = bytearray(chance.choice(corpus)[:MAX_BYTES])

@@ -1,7 +1,8 @@
-"""Every decoder of bytes from outside, as functions that may raise only what callers expect.
+"""The decoders of bytes from outside, each as a function that may raise only the errors that
+callers expect.
 
-A target takes any bytes. What it raises besides `expected` is a bug, as is memory or time without
-bound; the drivers see to both.
+A target takes any bytes. An error that is not in `expected` is a bug. Memory or time without bound
+is a bug, too, and the drivers check both.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Target:
 
 @cache
 def _folder() -> Path:
-    """Folder of files that a decoder reads by path, in memory if the machine allows that."""
+    """Return a folder for files that a decoder reads by path. It is in memory if the machine allows
+    that."""
     memory = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
 
@@ -73,7 +75,8 @@ def _file(data: bytes, name: str = "input") -> Path:
 
 
 def _header(data: bytes) -> memoryview:
-    """Mostly with a sound checksum, behind which the decoder is."""
+    """Return the data as a header, mostly with the right checksum, because the decoder runs only
+    behind a right one."""
     return memoryview(data[1:] if data[:1] == b"\xff" else wire.with_checksum(data))
 
 
@@ -118,7 +121,7 @@ def to_peer(data: bytes) -> None:
 
 
 def _see(message: wire.Reset | wire.Entries | wire.Synced) -> None:
-    """Apply it as the next one; a view that holds much begins anew."""
+    """Apply a message as the next one. A view that holds much begins anew."""
     view = _view()
     view.apply(wire.Reset())
     view.apply(message)
@@ -128,7 +131,7 @@ def _see(message: wire.Reset | wire.Entries | wire.Synced) -> None:
 
 
 class _Receiver(FrameReceiver):
-    """Takes the frames of request 1."""
+    """Receives the frames of request 1."""
 
     def __init__(self) -> None:
         steps = dict.fromkeys((Step(Kind.E, E_LAYER), Step(Kind.KV, 0)), 4096)
@@ -147,7 +150,8 @@ class _Receiver(FrameReceiver):
 
 
 def data_connection(data: bytes) -> None:
-    """A stream of frames; the first byte says how it is sealed, and a sealed one starts soundly."""
+    """Decode a stream of frames. The first byte says how the stream is sealed. A sealed stream
+    starts with a valid part."""
     near, far = socket.socketpair()
     near.setblocking(False)
     with far, closing(Channel(near, _seals(data, is_worker=False), lambda: None)) as channel:
@@ -178,7 +182,7 @@ def family(data: bytes) -> None:
 
 
 def adverts(data: bytes) -> None:
-    """A conversation: parts in any order, of pages that hang together in any way.
+    """Decode a conversation: messages in any order, about pages with any parents.
 
     The first byte of each step says what comes, the next ones which pages, models and layers.
     """
@@ -209,14 +213,15 @@ def pages(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """Mostly with a sound checksum, behind which the header is; first the size of the rest."""
+    """Decode a record. The first bytes are the size of the rest. The checksum is mostly right,
+    because the header is decoded only behind a right one."""
     size, header = int.from_bytes(data[:3], "little"), data[3:]
     head = header[1:] if header[:1] == b"\xff" else sealed(header)
     files.read_head(head, len(head) + size, FAMILY)
 
 
 def sealed(header: bytes) -> bytes:
-    """Put the right prefix before a header."""
+    """Put the right prefix in front of a header."""
     return files._PREFIX.pack(files._MAGIC, len(header), checksum(header)) + header
 
 
@@ -252,7 +257,8 @@ def serve_config(data: bytes) -> None:
 
 
 memory_bytes()
-"""Defaults ask for it, and it brings torch: no input's memory."""
+"""This call comes before any input, because it imports torch: the default settings ask for the
+machine's memory. Torch's own memory must not count as an input's."""
 
 
 def settings(data: bytes) -> None:

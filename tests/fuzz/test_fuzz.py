@@ -1,4 +1,5 @@
-"""The corpus again, and some seeded mutations of it; `make soak` runs ten million."""
+"""All inputs of the corpus once more, and some seeded mutations of them. `make soak` runs ten
+million."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from fuzz_targets import TARGETS
 
 SEED = 20
 NUM_MUTATIONS = 10_000
-"""Mutations of all targets together."""
+"""Number of mutations of all targets together."""
 MAX_GROWTH_KIB = 128 << 10
 MAX_SECONDS = 2.0
-"""Most seconds of processor time for one input."""
+"""Largest number of seconds of processor time for one input."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -39,14 +40,14 @@ def test_nothing_but_expected_errors(name: str) -> None:
 
 
 def most_kib() -> int:
-    """The most memory that this process has had since its mark was last cleared."""
+    """Return the most memory that this process has had since the mark was last cleared."""
     matched = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert matched is not None
     return int(matched[1])
 
 
 def test_memory_that_is_given_back_is_seen_and_what_came_before_is_not() -> None:
-    """Otherwise no growth of memory would be found."""
+    """If it were not seen, no growth of memory would be found."""
     before_kib = most_kib()
     bytearray(2 * MAX_GROWTH_KIB << 10)
     assert most_kib() - before_kib > MAX_GROWTH_KIB
@@ -56,7 +57,7 @@ def test_memory_that_is_given_back_is_seen_and_what_came_before_is_not() -> None
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_sound_input_is_read(name: str) -> None:
-    """Otherwise the mutations would be mutations of noise."""
+    """If valid inputs were refused, the mutations would be changes to noise."""
     target = TARGETS[name]
     for data in read_corpus().sound[name]:
         try:

@@ -1,9 +1,11 @@
 """Two servers on a GPU against the oracle: every attention, in CUDA graphs and without, two ranks.
 
-Quantised weights too: the oracle computes with the matrices that they stand for. And adapters.
+Quantised weights and adapters are tested, too. For quantised weights, the oracle computes with the
+dequantised matrices.
 
-Half precision on two implementations does not give equal bits: the first token and its
-log-probability are compared, with a tolerance, and the block must matter more than that.
+Two implementations in half precision do not give equal bits. So the first token and its
+log-probability are compared with a tolerance, and the effect of the block must be larger than the
+tolerance.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ CASES = {
     "two_ranks": Case(num_ranks=2),
     **{it: Case(weights=it) for it in ("awq", "gptq", "fp8")},
 }
-"""Each attention, architecture, and graphs or none with each other's two. The first two have never
-run on a device: a run that is cut should have them."""
+"""Each attention and architecture, with CUDA graphs and without. The first two cases have never run
+on a device. They come first, so that they run even if the time is too short for all."""
 
 
 def test_an_adapter_reads_what_the_base_has(tmp_path) -> None:

@@ -1,6 +1,6 @@
-"""The detector against its definition, and how soon and how rarely it raises an alarm.
+"""The detector compared with its definition, and how soon and how rarely it raises an alarm.
 
-Simulations are seeded. Their bounds hold with the error rates that are stated beside them.
+The simulations are seeded. Their bounds hold with the error rates that stand beside them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def values(mean: float, random: Random, concentration: float = 2.0) -> Iterator[
 
 
 def delay(drawn: Iterator[float], most: int) -> int:
-    """Number of observations until the alarm. `most` if there was none."""
+    """Return the number of observations until the alarm, or `most` if there was none."""
     evidence = NO_EVIDENCE
     for num, x in enumerate(itertools.islice(drawn, most), 1):
         evidence = observed(evidence, x, ALLOWED)
@@ -59,7 +59,8 @@ def test_evidence_is_the_published_recursion() -> None:
 
 
 def test_at_the_allowed_mean_evidence_grows_by_one_on_average() -> None:
-    """Over all sequences of a distribution with that mean, so exactly."""
+    """The average is over all sequences of a distribution with that mean, so the result is
+    exact."""
     chances = {0.0: 0.75, 0.2: 0.0, 1.0: 0.25}
     for length in (1, 2, 6):
         mean = 0.0
@@ -98,14 +99,14 @@ def test_at_the_edge_of_what_is_allowed_alarms_are_as_rare_as_stated(draw: str) 
 
 @pytest.mark.parametrize(("mean", "most"), ((0.10, 600), (0.26, 45), (0.83, 12)))
 def test_a_risen_mean_is_found_soon(mean: float, most: int) -> None:
-    """0.26 is a block that is one layer short, and 0.83 full reuse, where what is allowed is 0.05.
-    The nineteenth of twenty runs."""
+    """The allowed mean is 0.05. A risen mean of 0.26 is that of a block that is one layer short,
+    and 0.83 is that of full reuse. Of twenty runs, all but one raise the alarm in time."""
     delays = sorted(delay(values(mean, Random(seed)), 10 * most) for seed in range(20))
     assert delays[18] <= most
 
 
 def test_suspicion_rises_after_fewer_values_than_strength() -> None:
-    """It settles where values stay below what is allowed, and soon grows where they do not."""
+    """Suspicion settles if values stay below the allowed mean, and soon grows if they do not."""
     for share, limit in ((0.0, 1.0), (0.5, 2.0)):
         evidence = NO_EVIDENCE
         for _ in range(10_000):

@@ -1,4 +1,5 @@
-"""The distance from what is known of two distributions, against the distributions themselves."""
+"""The distance that is computed from the most likely tokens, compared with the distance of the
+whole distributions."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def near(random: Random, probs: Probs, noise: float) -> Probs:
 
 
 def known(probs: Probs) -> LogProbs:
-    """Log-probabilities that a server reports: those of the TOP most likely tokens."""
+    """Return the log-probabilities that a server reports: those of the TOP most likely tokens."""
     top = sorted(range(len(probs)), key=lambda it: -probs[it])[:TOP]
     return {it: log(probs[it]) for it in top}
 

@@ -170,7 +170,7 @@ _hours = count()
 
 
 def worst(tv: float = 1.0) -> Shadow:
-    """The next one, an hour later."""
+    """Return a shadow of the plan LEAST, an hour after the last one."""
     return Shadow(plan=plan(LEAST), tv=tv, hour=next(_hours))
 
 
@@ -311,7 +311,7 @@ def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_record_is_one_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two servers would overwrite each other's evidence."""
+    """If two servers shared it, each would overwrite the other's evidence."""
     path = tmp_path / "guard.json"
     for _ in range(2):
         check_record(path)

@@ -1,4 +1,5 @@
-"""How often probation errs, by simulation: with independent documents, and in clusters."""
+"""How often probation errs, by simulation, with independent documents and with documents in
+clusters."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from sglang_droidspeak.guard.probation import Probation
 ALLOWED = 0.05
 NUM_PAIRS = 150
 MOST = 1000
-"""Documents after which a simulated pair is given up as open."""
+"""Number of documents after which a simulated pair is counted as undecided."""
 
 
 def independent(random: Random, mean: float) -> Iterator[float]:
@@ -22,7 +23,8 @@ def independent(random: Random, mean: float) -> Iterator[float]:
 
 
 def clustered(random: Random, mean: float) -> Iterator[float]:
-    """About ten documents after each other are hard, and about twenty are answered as exactly."""
+    """Yield documents in clusters: about ten hard ones follow each other, and about twenty are
+    answered as full prefill does."""
     while True:
         is_hard, num = random.random() < 1 / 3, 1 + int(random.expovariate(0.1))
         of_cluster = independent(random, 3 * mean)
@@ -30,7 +32,7 @@ def clustered(random: Random, mean: float) -> Iterator[float]:
 
 
 def ends(traffic: object, mean: float) -> tuple[Counter[str], list[int]]:
-    """How probation of many pairs ends, and after how many documents."""
+    """Return how the probation of many pairs ends, and after how many documents."""
     counts, nums = Counter[str](), []
     for seed in range(NUM_PAIRS):
         values = traffic(Random(seed), mean)  # type: ignore[operator]
@@ -51,7 +53,8 @@ def test_a_pair_at_half_of_what_is_allowed_passes_without_an_alarm(traffic: obje
 
 @pytest.mark.parametrize(("traffic", "most_wrong"), [(independent, 0.05), (clustered, 0.55)])
 def test_errors_at_exactly_what_is_allowed(traffic: object, most_wrong: float) -> None:
-    """Either end is an error of some kind there: independent documents keep both rare."""
+    """With exactly the allowed mean, either end is an error. Independent documents keep both errors
+    rare."""
     counts, _ = ends(traffic, ALLOWED)
     assert counts["over"] <= most_wrong * NUM_PAIRS
     assert counts["off"] <= (0.01 if traffic is independent else 0.25) * NUM_PAIRS

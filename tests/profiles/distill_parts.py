@@ -45,7 +45,7 @@ def write_base(folder: Path, architecture: str = "llama", **changes: Any) -> Pat
 
 
 def write_teacher(base: Path, folder: Path, rank: int = 2) -> Path:
-    """A LoRA with random factors."""
+    """Write a LoRA with random factors."""
     torch.manual_seed(1)
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -60,7 +60,7 @@ def write_teacher(base: Path, folder: Path, rank: int = 2) -> Path:
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:
-    """A question about one of twelve contexts, every third of which has as many."""
+    """Return a question. Three consecutive numbers ask about the same context."""
     rng = Random(number // 3)
     context = " ".join(rng.choices(WORDS, k=12)) + "."
     asked = WORDS[number % len(WORDS)]

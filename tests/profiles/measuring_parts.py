@@ -1,4 +1,5 @@
-"""Steps that are made and taken at once."""
+"""Parts of the tests of measuring: a bench, and steps of a run that are made and run in one
+call."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from profiles.stats.measured import Candidate, Measured
 
 @contextmanager
 def bench_of(pair: Pair, documents: Sequence[Document], host_gb: float = 2.0) -> Iterator[Bench]:
-    """Both models, with a journal that is gone afterwards."""
+    """Yield the bench of both models. Its journal is deleted afterwards."""
     sender, receiver = answerers(pair, documents, host_gb)
     with temporary_journal() as journal:
         yield Bench(sender=sender, receiver=receiver, journal=journal)

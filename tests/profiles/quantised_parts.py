@@ -1,4 +1,4 @@
-"""Small checkpoints in AWQ, GPTQ and FP8, packed as SGLang's own functions pack."""
+"""Small checkpoints in AWQ, GPTQ and FP8, packed as SGLang's own functions pack them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMATS: Final[Mapping[str, Mapping[str, Any]]] = {
     "fp8": {"activation_scheme": "dynamic"},
     "fp8_of_blocks": {"activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
 }
-"""Fields of `quantization_config` beside the method, by the name of a format."""
+"""Fields of `quantization_config` besides the method, by the name of a format."""
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,7 +1,8 @@
-"""How far apart two computations of one tensor may be that differ in nothing but their order.
+"""Largest difference between two computations of one tensor that differ only in their order.
 
-Which order a sum of products is taken in is the library's choice: it differs between CPUs, numbers
-of threads and shapes. Each product is rounded, and roundings add up as a random walk does.
+The library chooses the order in which a sum of products is taken. It differs between CPUs, numbers
+of threads and shapes. Each product is rounded, and the rounding errors add up as a random walk
+does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Profiles for tests of what reads one: a shipped one of 12 layers, and what becomes of it."""
+"""Profiles for tests of code that reads one: a shipped profile of 12 layers, and changed copies of
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from profiles.stats.choice import grid
 
 
 def sample_profile() -> MeasuredProfile:
-    """[2, 5) passes; and a smaller model was measured beside."""
+    """Return a profile in which [2, 5) passes. A smaller model was measured beside the pair."""
     profile = read_measured(SHIPPED[0].profile)
     small = Baseline(
         kind=BaselineKind.SMALL_MODEL,
@@ -26,7 +27,7 @@ def sample_profile() -> MeasuredProfile:
 
 
 def failed_profile() -> MeasuredProfile:
-    """Every block but that of all layers loses too much, so nothing is recommended."""
+    """Return a profile in which only the block of all layers passes, so nothing is recommended."""
     profile = sample_profile()
     frontier = tuple(
         replace(it, tasks=tuple(replace(task, bound=0.3) for task in it.tasks))
@@ -40,7 +41,7 @@ def failed_profile() -> MeasuredProfile:
 
 
 def stretched(times: int, group: int = 1) -> MeasuredProfile:
-    """Profile of a model with `times` as many layers."""
+    """Return the profile of a model with `times` as many layers."""
     profile = sample_profile()
     num_layers = 12 * times
 
@@ -91,7 +92,7 @@ def one_group(profile: MeasuredProfile) -> MeasuredProfile:
 
 
 def identical(profile: MeasuredProfile) -> MeasuredProfile:
-    """Profile of two models with equal layers: no plan loses anything."""
+    """Return the profile of two models with equal layers: no plan loses anything."""
     full = profile.held_out.full_prefill
     layers = [
         replace(
@@ -114,7 +115,7 @@ def all_dropped(profile: MeasuredProfile) -> MeasuredProfile:
 
 
 def bare(profile: MeasuredProfile) -> MeasuredProfile:
-    """Without baselines and without checked times."""
+    """Return the profile without baselines and without checked times."""
     return replace(profile, baselines=(), costs=replace(profile.costs, held_out=()))
 
 

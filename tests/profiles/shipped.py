@@ -1,4 +1,4 @@
-"""Paths of the shipped pairs, and the options with which their models are asked."""
+"""Paths of the shipped pairs, and the options with which their models are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shipped:
     profile: Path
 
     def load(self) -> Pair:
-        """Load in float32, which is five times as fast on a CPU."""
+        """Load the models in float32, which is five times as fast on a CPU."""
         return load_pair(self.sender, self.receiver)
 
 
@@ -44,7 +44,7 @@ SHIPPED = (
 
 
 def flags(shipped: Shipped) -> list[str]:
-    """Flags of `droidspeak profile` for the pair."""
+    """Return the flags of `droidspeak profile` for the pair."""
     arguments = []
     for role, source in (("sender", shipped.sender), ("receiver", shipped.receiver)):
         arguments += [f"--{role}", str(source.path)]
@@ -53,15 +53,15 @@ def flags(shipped: Shipped) -> list[str]:
 
 
 def by_context(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """Consecutive records of one context together, in order."""
+    """Group consecutive records of one context, in order."""
     return [(context, list(group)) for context, group in groupby(records, lambda r: r.context)]
 
 
 def prompt_of(record: Record) -> str:
-    """The pairs' tokenizer adds no `<bos>`."""
+    """Return the prompt of a record. The tokenizer of the pairs adds no `<bos>`."""
     return f"{context_prompt(record.context)} {record.input}"
 
 
 def context_prompt(context: str) -> str:
-    """The part of the prompt that all questions about a context share."""
+    """Return the part of the prompt that all questions about a context share."""
     return f"<bos> {context}"

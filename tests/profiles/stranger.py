@@ -1,4 +1,4 @@
-"""Make a sender with the answers of the shipped one, and with a cache that no other model can read.
+"""Write a sender that answers as the shipped one does, but with KV that no other model can read.
 
     python -m tests.profiles.stranger --out DIR
 
@@ -53,9 +53,10 @@ class Move:
         return (moved * self.sign.to(tensor.dtype)).movedim(-1, dim)
 
     def of_heads(self, heads: Tensor, group: int) -> Move:
-        """Each head moved within itself as this says, and then the heads as `heads` says.
+        """Return a move of all heads: each head is moved within itself as `self` says, and then the
+        heads are moved as `heads` says.
 
-        `self` is of `[heads, head_dim]`; each head has `group` query heads, or is alone.
+        `self` is a move of `[heads, head_dim]`. Each head has `group` query heads.
         """
         inner, sign = (it[:, None].expand(-1, group, -1) for it in (self.index, self.sign))
         first_rows = (heads[:, None] * group + torch.arange(group)) * inner.shape[-1]
@@ -65,9 +66,9 @@ class Move:
 def in_other_coordinates(
     weights: dict[str, Tensor], config: LlamaConfig, seed: int
 ) -> dict[str, Tensor]:
-    """The weights of a Llama without biases that computes the same from another cache.
+    """Return the weights of a Llama without biases that computes the same answers with other KV.
 
-    KeyError for a tensor that such a model does not have.
+    Raise KeyError for a tensor that such a model does not have.
     """
     generator = torch.Generator().manual_seed(seed)
     num_kv_heads, head_dim = config.num_key_value_heads, config.head_dim
@@ -106,7 +107,8 @@ def _shuffle(rows: int, size: int, generator: Generator) -> Move:
 
 
 def _quarter_turns(rows: int, size: int, generator: Generator) -> Move:
-    """RoPE turns the pairs (i, i + size / 2), so turning such a pair further commutes with it.
+    """Return random quarter turns of the pairs (i, i + size / 2). RoPE turns the same pairs, so the
+    order of the two turns does not matter.
 
     0 (a, b)    1 (-b, a)    2 (-a, -b)    3 (b, -a)
     """

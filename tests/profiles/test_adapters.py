@@ -1,4 +1,5 @@
-"""Merged adapters compute what peft computes; what cannot be merged is refused in one line."""
+"""Merged adapters compute what peft computes. An adapter that cannot be merged is refused in one
+line."""
 
 import json
 import re
@@ -50,7 +51,7 @@ def write_base(folder: Path, family: str, shard: str = "1GB", **changes: Any) ->
 
 
 def write_adapter(base: Path, folder: Path, config: Any = None, **settings: Any) -> Path:
-    """An adapter as peft saves one, with everything in it that can be trained made random."""
+    """Write an adapter as peft saves it. All weights that can be trained are random."""
     config = config or LoraConfig(
         **{"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | settings
     )
@@ -71,7 +72,7 @@ def edit_config(adapter: Path, **changes: Any) -> Path:
 
 @torch.no_grad()
 def assert_merged_as_peft_does(base: Path, adapter: Path, out: Path) -> None:
-    """The merged folder, loaded by transformers, against peft's own unmerged adapter."""
+    """Compare the merged folder, as transformers loads it, with peft's own unmerged adapter."""
     merge_folder(base, adapter, out)
     plain = AutoModelForCausalLM.from_pretrained(base)
     before = plain(IDS).logits
@@ -145,7 +146,7 @@ def test_a_change_of_tied_embeddings_is_refused(module: str, tmp_path: Path) -> 
 
 
 def test_experts_by_their_old_names_are_merged_as_peft_does(tmp_path: Path) -> None:
-    """Adapters of transformers 4 use these names, and mixtral's files still do."""
+    """Adapters that transformers 4 saved use these names, and the files of mixtral still do."""
     base = write_base(tmp_path / "base", "mixtral")
     adapter = write_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
     edit_config(adapter, target_modules=["w1", "w2", "w3"])
@@ -220,7 +221,7 @@ def test_other_variants_are_refused(config: Any, message: str, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> tuple[Path, Path]:
-    """A base and an adapter on it."""
+    """Write a base and an adapter on it."""
     folder = tmp_path_factory.mktemp("plain")
     base = write_base(folder / "base", "llama")
     return base, write_adapter(base, folder / "adapter")
@@ -228,7 +229,7 @@ def plain(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def adapter(plain, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """Return a copy of the adapter that a test may break."""
     return Path(shutil.copytree(plain[1], tmp_path / "adapter"))
 
 

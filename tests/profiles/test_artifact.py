@@ -33,11 +33,12 @@ CONTROLS = Controls(num_contexts=24, full_prefill=0.5, no_document=0.05, other_d
 TRIED, UNASKED = (Candidate(runs=(Span(start, 5),)) for start in (0, 3))
 BLEND = Candidate(kind=BaselineKind.CACHEBLEND, share=0.5)
 QUALITIES = [1.0] * NUM_SHOWN + [0.0] * NUM_SHOWN
-"""Full prefill's, by context: the first ones are easy."""
+"""Quality of full prefill, by context. The first contexts are easy."""
 
 
 def measured(*plans: Candidate, some: tuple[Candidate, ...] = ()) -> Measured:
-    """All of them as good as full prefill; of `some` the contexts that are shown."""
+    """Return measurements in which all plans are as good as full prefill. The plans in `some` were
+    measured only on the contexts that are shown."""
     scores = [[Score(kl=0.0, tv=0.0, quality=it)] for it in QUALITIES]
     return Measured(
         sender=[[0.0]] * len(QUALITIES),
@@ -84,7 +85,7 @@ def losses(profile) -> dict[str, str]:
 
 
 def test_plan_equal_to_full_prefill_loses_nothing_on_any_contexts(profile):
-    """There full prefill is better than on all of them."""
+    """On these contexts full prefill is better than on all contexts."""
     lost_by = losses(profile)
     assert (lost_by["full prefill"], lost_by["CacheBlend"]) == ("0.0", "0.0")
     lost = 100 * (0.5 - OLD.baselines[-1].quality.mean)

@@ -1,4 +1,4 @@
-"""Choice of the plans that the gate will try: luck at the metric adds and removes none."""
+"""Choice of the plans that the gate tries. Luck in the metric neither adds nor removes a plan."""
 
 import random
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from profiles.stats.measured import Candidate, Measured, Score, Scores
 
 FULL = 0.916
 OWN = [[FULL] * 3] * 12
-"""Full prefill's qualities."""
+"""Qualities of full prefill."""
 TASK = [range(12)]
 
 
@@ -36,7 +36,7 @@ def plan(start: int, stop: int) -> Candidate:
 
 
 def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Candidate, Scores]:
-    """Plans with their scores, from KL and quality of each block."""
+    """Return plans with their scores, from the KL divergence and the quality of each block."""
     return {plan(*it): scores(*values) for it, values in measured.items()}
 
 
@@ -69,7 +69,8 @@ def test_bad_plans_wait_until_all_good_ones_have_passed():
 
 
 def mixed(kl: float, *contexts: tuple[int, int, float]) -> Scores:
-    """Scores of groups of contexts: number of contexts, questions per context, quality."""
+    """Return the scores of groups of contexts. A group has a number of contexts, questions per
+    context, and a quality."""
     return [
         (Score(kl=kl, tv=0.0, quality=quality),) * questions
         for size, questions, quality in contexts
@@ -78,7 +79,7 @@ def mixed(kl: float, *contexts: tuple[int, int, float]) -> Scores:
 
 
 def test_a_plan_that_loses_much_of_a_small_task_waits_until_the_others_have_passed():
-    """It loses 40 % of a task that has a tenth of the questions: 3.6 % of all."""
+    """It loses 40 % of a task with a tenth of the questions, which is 3.6 % of all."""
     own, tasks = [[1.0]] * 330, [range(300), range(300, 330)]
     lossy, sound = plan(0, 8), plan(2, 6)
     measured = {
@@ -101,7 +102,7 @@ def test_a_context_with_many_questions_counts_as_one():
 
 
 def test_a_plan_that_more_contexts_than_there_will_be_could_prove_is_not_expected_to_pass():
-    """It loses 4 % in whole contexts, which is within the tolerance."""
+    """The plan loses 4 %, all of it in a few contexts. This is within the tolerance."""
     own, lossy, sound = [[1.0]] * 100, plan(2, 6), plan(0, 8)
     measured = {
         lossy: mixed(0.02, (4, 1, 0.0), (96, 1, 1.0)),
@@ -124,7 +125,8 @@ def test_blocks_of_more_than_nine_layers_in_ten_are_not_tried():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_luck_changes_nothing_about_what_is_tried_first(seed):
-    """KL follows the truth, and the metric is noise about it: the first plan is the closest."""
+    """The KL divergence follows the true loss, and the metric is noisy. The first plan is the
+    closest one."""
     rng = random.Random(seed)
     measured = {
         (start, 20): (0.3 * (start / 20) ** 2 + 0.001, FULL + rng.uniform(-0.02, 0.04))
@@ -137,7 +139,8 @@ def test_luck_changes_nothing_about_what_is_tried_first(seed):
 
 
 def swept_of(blocks: Mapping[tuple[int, int], float]) -> Measured:
-    """Measurements of a sweep, from the KL of each block of a model with six layers."""
+    """Return the measurements of a sweep, from the KL divergence of each block of a model with six
+    layers."""
     layers = {Candidate(alone=i): scores(0.01 * kl) for i, kl in enumerate((3, 9, 1, 2, 0, 4))}
     return Measured(
         sender=[(0.1,) * 3] * 12,
@@ -148,7 +151,7 @@ def swept_of(blocks: Mapping[tuple[int, int], float]) -> Measured:
 
 @pytest.mark.parametrize("most", [2, 4])
 def test_no_more_plans_are_decoded_and_tried_than_asked_for(most):
-    """Half as many again, that are not good enough, may be tried all the same."""
+    """Up to half as many more plans, which are not good enough, may be tried in addition."""
     kl = {(start, 20): (start / 20) ** 2 + 0.01 for start in range(1, 20)}
     assert len(shortlist(swept_of(kl), most)) == most
     quality = {it: (value, FULL if it[0] < 12 else 0.5) for it, value in kl.items()}
@@ -192,7 +195,8 @@ def test_layers_are_ranked_by_their_kl():
 
 
 def test_plans_of_one_size_are_in_the_same_order_in_every_run():
-    """The better one first, then the closer one, however the names of maps hash."""
+    """The better plan comes first, then the closer one, in whatever order Python iterates over the
+    names."""
     for number in range(20):
         e_map = EMap(layer=3, dtype="float32", sha256=f"{number:064x}")
         better = plan(1, 3)

@@ -1,4 +1,5 @@
-"""Costs that are fitted under a clock that the model's own modules move, and their predictions."""
+"""Costs that are fitted with a simulated clock, and their predictions. The model's own modules
+advance the clock."""
 
 import math
 
@@ -31,7 +32,7 @@ KV_TOKEN_S, MLP_S, MLP_TOKEN_S, ATTENTION_S, TICK_S = 0.25, 5.0, 1.0, 0.01, 1e-6
 
 
 class Clock:
-    """Moves a little at every look, and by `work`."""
+    """A clock that advances a little whenever it is read, and by `work`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -45,7 +46,7 @@ class Clock:
 
 
 def costly_model(clock: Clock) -> LayeredModel:
-    """A llama in which projections to K, attention and MLPs move the clock."""
+    """Return a llama in which projections to K, attention and MLPs advance the clock."""
     model = make_model("llama", 1)
 
     def project(module, inputs, output) -> None:
@@ -67,7 +68,7 @@ def costly_model(clock: Clock) -> LayeredModel:
 
 
 def layer_s(num_new: int, num_past: int = 0) -> float:
-    """Seconds that the hooks charge for a layer over new tokens."""
+    """Return the seconds that the hooks add for a layer over new tokens."""
     per_token_s = KV_TOKEN_S + MLP_TOKEN_S + ATTENTION_S * (num_past + num_new)
     return MLP_S + per_token_s * num_new
 
@@ -128,7 +129,7 @@ def test_held_out_plans_are_measured_at_other_lengths_and_predicted_by_the_fit()
 
 
 def expected_s(num_tokens: int, block: Span) -> float:
-    """Seconds of the modules that a plan runs."""
+    """Return the seconds of the modules that a plan runs."""
     if len(block) == NUM_LAYERS:
         return NUM_LAYERS * layer_s(num_tokens + NUM_SUFFIX)
     suffix_s = NUM_LAYERS * layer_s(NUM_SUFFIX, num_tokens)
@@ -156,7 +157,7 @@ def test_progress_ends_at_all_however_early_it_stops() -> None:
 
 
 def test_progress_follows_the_budget_or_the_turns_that_have_to_be() -> None:
-    """Four tasks take half a second each per turn. There are two to eight turns."""
+    """Each of four tasks takes half a second per turn. There are two to eight turns."""
     for budget_s, num_done in ((10.0, 10), (1.0, 8), (math.inf, 32)):
         done: list[float] = []
         now = (at / 2 for at in range(1000)).__next__
@@ -319,7 +320,7 @@ def test_lengths_are_halves_in_whole_pages_where_those_tell_them_apart(
 
 @pytest.mark.parametrize(("positions", "left"), [(16, 16), (0, 0), (-100, 0)])
 def test_a_model_too_short_to_be_timed_is_refused(positions: int, left: int) -> None:
-    """Two questions may even be longer than all that it has."""
+    """Two questions may be longer than all positions that the model has."""
     says = rf"leave {left} of the smaller model's positions .*, or a model of more positions"
     with pytest.raises(ConfigError, match=says):
         choose_lengths(300, positions, 16, "smaller model")

@@ -32,7 +32,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def run(*args: object) -> tuple[int, str]:
-    """The command in this process: status and output."""
+    """Run the command in this process. Return its status and output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = main(["distill", *map(str, args)])

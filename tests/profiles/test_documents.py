@@ -23,7 +23,7 @@ def words(first, num_words):
 
 
 def make_source(*questions, task=WORDS, name="words.jsonl"):
-    """A record per (context, question, answer)."""
+    """Write a record for each (context, question, answer)."""
     records = [
         SourcedRecord(
             record=Record(input=question, context=context, answers=(answer,)),
@@ -52,8 +52,8 @@ def shipped_tokenizer():
 
 @pytest.fixture(scope="module")
 def byte_pairs():
-    """Byte-level BPE as in Llama 3 and Qwen: merges words with the space before them and runs of
-    line ends, and begins every text with <s>."""
+    """Write a byte-level BPE tokenizer as in Llama 3 and Qwen. It merges words with the space
+    before them, merges runs of line ends, and begins every text with <s>."""
     tokenizer = Tokenizer(models.BPE())
     pattern = Regex(r" ?\p{L}+|\d{1,3}| ?[^\s\p{L}\d]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -83,7 +83,7 @@ def byte_pairs():
 
 
 def test_contexts_that_differ_in_white_space_alone_are_one():
-    """The split and the gate count them as one draw."""
+    """The split and the gate count them as one context."""
     one, other = "a b c d e f", "a b  c d e f\n"
     (document,) = make((one, "x ?", "y"), (other, "z ?", "y"))
     assert len(document.questions) == 2
@@ -253,7 +253,8 @@ def test_the_cut_is_in_the_context_and_the_same_for_all_questions(
 
 
 def _assert_cut_as_longbench_does(prompt, whole, max_prompt_tokens):
-    """Its first and last half of the tokens; unless that would cut into the question."""
+    """Check that the prompt is the first and the last half of the tokens that fit, unless this
+    would cut into the question."""
     half = max_prompt_tokens // 2
     assert len(prompt) == max_prompt_tokens
     if max_prompt_tokens - half > len(whole) - 62:
@@ -280,7 +281,8 @@ CHATML = (
 
 @pytest.fixture
 def chatting(byte_pairs):
-    """The same tokenizer with a template that says <s> itself, greets, and trims messages."""
+    """Return the same tokenizer with a template that writes <s> itself, greets, and trims
+    messages."""
     byte_pairs.chat_template = CHATML
     yield byte_pairs
     byte_pairs.chat_template = None

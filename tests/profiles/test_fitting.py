@@ -1,4 +1,4 @@
-"""Maps of E are what least squares says, and what they explain is counted right."""
+"""Maps of E are least-squares solutions, and the explained share is computed correctly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def rows(seed: int, scatter: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """E of the two models: the second differs by a map of rank 8, a bias, and by chance."""
+    """Return E of the two models. The second differs by a map of rank 8, a bias, and noise."""
     x = 0.3 + drawn(seed, 400, HIDDEN)
     x[0] *= 1000  # As of the first token of many models.
     change = drawn(1, HIDDEN, 8) @ drawn(2, 8, HIDDEN) / 5
@@ -57,7 +57,7 @@ def test_explained_share_equals_that_of_row_by_row(penalty: float) -> None:
 
 
 def test_chance_is_not_fitted() -> None:
-    """The penalty is chosen on other contexts: what a map cannot know it leaves alone."""
+    """The penalty is chosen on other contexts, so noise that a map cannot predict is left alone."""
     first, second = Moments(HIDDEN), Moments(HIDDEN)
     for seed, part in ((20, first), (21, second)):
         x = drawn(seed, 60, HIDDEN)
@@ -117,7 +117,7 @@ def test_a_block_from_corrected_e_is_the_oracles() -> None:
 
 
 def test_e_is_corrected_on_the_receivers_device() -> None:
-    """On a server with a GPU, the host would take many times as long as the recompute."""
+    """On a server with a GPU, the host would take many times as long for this as the recompute."""
     entered = []
 
     class OnMeta:

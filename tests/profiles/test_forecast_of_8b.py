@@ -1,4 +1,5 @@
-"""The forecast of docs/profiles.md for 8B models on a GPU, by the cost model of stated rates."""
+"""The forecast in docs/profiles.md for 8B models on a GPU, from the cost model with stated
+speeds."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from profiles.stats.choice import default_group, grid
 PAGE = Path(__file__).parents[2] / "docs" / "profiles.md"
 ROW = re.compile(r"\| ([\d,]+) \| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|")
 FLOPS, READ, COPIED, STEP_S = 400e12, 3e12, 25e9, 0.03
-"""Assumed speeds: bf16 operations per second, bytes of weights read per second, bytes per second
+"""Assumed values: bf16 operations per second, bytes of weights read per second, bytes per second
 from host to device, and seconds of one step in transformers."""
 
 
 def shape() -> LayeredModel:
-    """Llama 3 8B, without weights."""
+    """Return the shape of Llama 3 8B, without weights."""
     config = LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -65,8 +66,8 @@ def costs_of(model: LayeredModel) -> CostModel:
 
 
 def documents(number: int, num_tokens: int) -> list[Document]:
-    """Documents with six questions of 30 tokens each, and answers of up to 64 tokens; drafts have
-    10."""
+    """Return documents with six questions of 30 tokens each, and answers of up to 64 tokens; drafts
+    have 10."""
     task = Task(name="", template="{context} {input}", metric=Metric.F1, max_new=64)
     question = Question(suffix=(0,) * 30, draft=(0,) * 10, answers=("a",), name="")
     one = Document(context="", prefix=(0,) * num_tokens, questions=(question,) * 6, task=task)

@@ -1,6 +1,6 @@
-"""The gate: bounds that hold for any number of contexts, and who passes.
+"""The gate: bounds that hold for any number of contexts, and which plans pass.
 
-Rates are of seeded simulations in which the truth is known.
+Rates are measured in seeded simulations, in which the true loss is known.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOLERANCE = 0.05
 NUM_QUESTIONS = 3
 
 Sample = tuple[list[list[float]], list[list[float]]]
-"""Full prefill's qualities and a plan's."""
+"""Qualities of full prefill, and qualities of a plan."""
 World = Callable[[np.random.Generator, int], Sample]
 
 
@@ -61,7 +61,8 @@ def rare(share: float) -> World:
 
 
 def dense(share: float) -> World:
-    """Something is lost or won at every question, and full prefill scatters too."""
+    """World in which every question loses or wins something, and the quality of full prefill varies
+    too."""
 
     def draw(rng: np.random.Generator, size: int) -> Sample:
         full = rng.choice([0.0, 0.5, 0.8], (size, NUM_QUESTIONS), p=[0.2, 0.3, 0.5])
@@ -118,7 +119,7 @@ def test_a_context_weighs_as_much_however_many_questions_it_has():
 
 @pytest.mark.parametrize("size", [100, 300])
 def test_rare_contexts_with_many_questions_have_the_usual_bound(size):
-    """Three contexts in a hundred have forty questions, and all of them are lost."""
+    """Three contexts in a hundred have forty questions, and all of these contexts are lost."""
     world = uneven(0.03, 40, 0.03)
     assert rate(world, size, lambda it: loss_bound(*it) < 0.03) <= ERROR_RATE + SCATTER
     assert rate(world, size, lambda it: loss_bound(*it) < 0.12) >= 0.5, "and it is of use"
@@ -126,7 +127,7 @@ def test_rare_contexts_with_many_questions_have_the_usual_bound(size):
 
 @pytest.mark.parametrize("share", [0.03, 0.3])
 def test_a_mean_is_below_its_bound_as_often_as_it_says(share):
-    """A hundred contexts, of which that share is all lost."""
+    """There are a hundred contexts, of which that share is completely lost."""
     rng, bounds = np.random.default_rng(3), []
     for _ in range(NUM_RUNS):
         drawn = (rng.random(100) < share).astype(float)
@@ -148,7 +149,8 @@ def test_pair_without_loss_passes_from_some_number_of_contexts_on(size):
 
 
 def test_the_bound_is_of_use():
-    """It comes down to the loss, and a good pair passes with a number of contexts one can have."""
+    """The bound falls towards the true loss. A good pair passes with a number of contexts that a
+    user can have."""
     for size, most in ((60, 0.07), (120, 0.035), (200, 0.02)):
         assert loss_bound(*rare(0.0)(np.random.default_rng(0), size)) <= most
     assert rate(rare(0.01), 400, lambda it: loss_bound(*it) <= TOLERANCE) >= 0.9
@@ -156,15 +158,16 @@ def test_the_bound_is_of_use():
 
 
 def many(rng: np.random.Generator, losses: list[float], size: int) -> list[float]:
-    """Bounds of plans on the same contexts, each with the true loss that is given."""
+    """Return the bounds of plans on the same contexts. Each plan has the true loss that is
+    given."""
     full = [[1.0] * NUM_QUESTIONS] * size
     return [loss_bound(full, rare(it)(rng, size)[1]) for it in losses]
 
 
 @pytest.mark.parametrize("num_good", [0, 3])
 def test_any_of_many_bad_plans_passes_at_most_at_the_error_rate(num_good):
-    """However many there are, and whatever passes before them. With so few contexts each passes
-    alone where none of them shows the loss."""
+    """This holds for any number of bad plans, whatever passes before them. With so few contexts,
+    each one passes alone if none of its contexts shows the loss."""
     losses = [0.0] * num_good + [0.0505] * 20
     rng = np.random.default_rng(11)
     wrong = alone = 0
@@ -207,7 +210,8 @@ def test_the_number_of_contexts_is_what_the_mixture_of_bets_needs_and_none_more(
 
 
 def test_luck_makes_no_plan_need_fewer_contexts_than_one_that_loses_nothing():
-    """A plan that is better than full prefill on these contexts would seem to need a handful."""
+    """A plan that is better than full prefill on these contexts would otherwise seem to need a
+    handful."""
     full = [[0.25]] * 40
     lucky, equal = (contexts_needed(full, it, TOLERANCE) for it in ([[0.9]] * 40, full))
     assert lucky == equal and equal > 250
@@ -308,7 +312,7 @@ TASK = TaskScores(
 def point_of(
     block: Span, bound: float, *, quality: float = 0.9, needed: int | None = None
 ) -> FrontierPoint:
-    """A plan that the gate has judged at one task."""
+    """Return a plan that the gate has judged at one task."""
     return FrontierPoint(
         start=block.start,
         stop=block.stop,
@@ -327,7 +331,7 @@ SHORT_TASK = TaskLoss(quality=0.79, bound=0.061, needed=3001)
 
 
 def test_reason_speaks_of_the_contexts_that_judged_the_plan():
-    """Elsewhere full prefill has 0.800 on 90 contexts."""
+    """On all 90 held-out contexts together, full prefill has 0.800."""
     lost = TaskLoss(quality=0.79, bound=0.061, needed=120, num_contexts=30, full_prefill=0.82)
     _, reason = verdict([replace(SHORT, tasks=(lost,))], split_of(TASK), TOLERANCE)
     assert "where full prefill has 0.820 on" in reason and "could show it, not 30" in reason

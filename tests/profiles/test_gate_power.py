@@ -17,14 +17,15 @@ NUM_RUNS = 150
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_loss_of_a_world_is_as_stated(world):
-    """Contexts weigh the same, so forty questions of one are not forty losses."""
+    """Each context has the same weight, so forty questions of one context do not count as forty
+    losses."""
     full, plan = WORLDS[world](np.random.default_rng(0), np.full(30_000, 2), 0.05)
     assert 1 - mean_of(plan) / mean_of(full) == pytest.approx(0.05, abs=0.006)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_plan_that_loses_what_is_accepted_hardly_ever_passes(world):
-    """The gate looks after every context."""
+    """Here the gate looks after every context."""
     rates = rate(world, (300, 6), TOLERANCE, NUM_RUNS)
     assert rates["passed"] <= most_false(NUM_RUNS)
 
@@ -72,7 +73,8 @@ def test_plans_behind_a_hopeless_one_are_not_tried():
 
 
 def test_a_plan_is_proven_at_every_task():
-    """The second task has every other context, so the plan has seen 72 of each."""
+    """The second task has every other context, so the plan was tried on 72 contexts of each
+    task."""
     tasks = [0, 1] * 100
     full = [[1.0]] * 200
     assert still_open(full, [[[1.0]] * 140], tasks, TOLERANCE, 200) == [0]

@@ -90,7 +90,7 @@ def test_a_second_run_beside_the_first_is_refused(tmp_path):
 
 
 def test_scores_whose_fields_were_others_are_not_read(tmp_path):
-    """The same run's, of when the layout was not in a journal's name."""
+    """These scores are of the same run, from before the layout was in a journal's name."""
     out, run = tmp_path / "pair.json", ("models", "documents")
     name = hashlib.sha256(msgspec.json.encode(run)).hexdigest()[:12]
     before = tmp_path / f".{out.name}.{name}.jsonl"
@@ -110,7 +110,7 @@ def test_prompts_are_no_longer_than_the_model_takes_whatever_is_asked_for():
 
 
 def test_maps_are_fitted_on_some_contexts_of_what_is_named(tmp_path):
-    """So that no others have to fit into memory, nor are spent."""
+    """The others need not fit into memory, and stay unused."""
     write_records(make_records("more", 5, NUM_FITTED + 1), tmp_path / "more.jsonl")
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     named = {"fit_data": (str(tmp_path / "more.jsonl"),), "e_correction": True}
@@ -122,7 +122,7 @@ def test_maps_are_fitted_on_some_contexts_of_what_is_named(tmp_path):
 
 
 def test_data_without_a_name_are_called_the_data():
-    """A user's own JSONL has records that name no data set."""
+    """The records of a user's own JSONL name no data set."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     settings = Settings(data=(str(DATA / "train.jsonl"),), **asdict(OPTIONS))
     _, held_out = load_splits(settings, tokenizer, 512)
@@ -132,7 +132,8 @@ def test_data_without_a_name_are_called_the_data():
 
 
 def test_the_seed_draws_the_contexts_that_come_first():
-    """The sweep, baselines and maps take the first ones; a journal is named by their order."""
+    """The sweep, baselines and maps use the first contexts. A journal is named by the order of the
+    contexts."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     settings = Settings(data=(str(DATA / "train.jsonl"),), **asdict(OPTIONS))
     _, documents = load_documents(settings, settings.data, tokenizer, 512)
@@ -183,7 +184,7 @@ def test_the_hardware_is_what_was_run_on(tmp_path, monkeypatch):
 
 
 def test_another_way_to_ask_has_another_journal(tmp_path):
-    """An example is a calibration that is continued with prompts cut at another length."""
+    """For example, a calibration is continued with prompts that are cut at another length."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     settings = Settings(out=tmp_path / "pair.json")
     sources = load_sources([str(DATA / "train.jsonl")], OPTIONS)
@@ -194,7 +195,7 @@ def test_another_way_to_ask_has_another_journal(tmp_path):
 
 
 def test_a_run_that_goes_on_on_another_device_measures_and_times_anew(tmp_path, monkeypatch):
-    """Without a setting, the device is the GPU if there is one."""
+    """If no setting names a device, the device is the GPU if there is one."""
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         open_journal(Settings(out=tmp_path / "pair.json"), (), "models").close()
@@ -202,8 +203,8 @@ def test_a_run_that_goes_on_on_another_device_measures_and_times_anew(tmp_path, 
 
 
 def test_answers_that_end_elsewhere_have_another_journal(tmp_path):
-    """The end tokens may be in `generation_config.json`, which a model's identity does not
-    include."""
+    """The end tokens may be in `generation_config.json`, which is not a part of a model's
+    identity."""
     settings = Settings(out=tmp_path / "pair.json")
     for ends in ({2, 5}, {5, 2}, {2}):
         answerer = SimpleNamespace(ends=frozenset(ends))

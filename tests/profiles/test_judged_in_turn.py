@@ -29,7 +29,7 @@ def run(*args: str) -> tuple[int, str]:
 
 
 def profiled(folder: Path, num_held_out: int, *more: str) -> tuple[int, str]:
-    """Run a profile with three training contexts, and so many held-out contexts."""
+    """Run a profile with three training contexts and `num_held_out` held-out contexts."""
     args = []
     for flag, name, number in (("--data", "train", 3), ("--held-out", "held_out", num_held_out)):
         records = read_records(DATA / f"{name}.jsonl")[: 3 * number]
@@ -41,7 +41,7 @@ def profiled(folder: Path, num_held_out: int, *more: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A run with too few contexts, and one with more of them."""
+    """Return a folder for two runs: one with too few contexts, and one with more of them."""
     return tmp_path_factory.mktemp("judged")
 
 
@@ -78,13 +78,13 @@ def test_with_more_contexts_the_run_goes_on_with_those_that_it_had_first(begun, 
 
 
 def test_contexts_that_an_earlier_run_has_judged_count_as_done_from_the_start(ended, folder):
-    """Their time would else make the run look faster than it is."""
+    """If the time of these contexts were counted, the run would look faster than it is."""
     first, *_ = re.findall(r"^judging: (\d+)%", (folder / "ended.log").read_text(), re.M)
     assert int(first) == pytest.approx(100 * 3 / 16, abs=5)
 
 
 def test_a_plan_is_judged_until_it_is_proven_and_no_longer(ended):
-    """Each plan has its own number of contexts, fewer than there are."""
+    """Each plan needs its own number of contexts, fewer than there are."""
     plans = [ended.frontier[it] for it in ended.order]
     numbers = [it.tasks[0].num_contexts for it in plans]
     assert numbers == [len(it) for it in ended.judged.plans]

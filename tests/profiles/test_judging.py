@@ -1,4 +1,5 @@
-"""Plans of several runs of layers, as what one could do instead has them, on real passes."""
+"""Plans of several runs of layers, as the baselines of a profile have them, measured in real
+passes."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ def document_of(pair: Pair, number: int) -> Document:
 
 
 def test_quality_has_as_many_digits_as_a_profile_keeps() -> None:
-    """Otherwise a reader of the profile could not recompute its verdict."""
+    """Otherwise a reader of the profile could not recompute the verdict."""
     says = SimpleNamespace(decode=lambda *_, **__: "w5 w6")
     answerer = Answerer(model=None, tokenizer=says, ends=frozenset(), room=None)
     assert answerer.quality(make_document(32, 1), 0, ()) == 0.6667, "two thirds of F1"
 
 
 def test_scores_are_the_oracles(pair: Pair) -> None:
-    """Layers picked at random; the seed prints where one disagrees."""
+    """The layers are random. The message has the seed for which a score differs."""
     seed = random.randrange(1000)
     picked = random.Random(seed)
     document = document_of(pair, seed % 24)
@@ -69,7 +70,7 @@ def test_scores_are_the_oracles(pair: Pair) -> None:
 
 
 def test_logits_that_are_not_finite_end_the_run(pair: Pair) -> None:
-    """A journal cannot tell them from answers that were not decoded."""
+    """In a journal, such scores could not be told from answers that were not decoded."""
     document = document_of(pair, 0)
     _, receiver = answerers(pair, [document], 2.0)
     own = receiver.model.prefix(document.prefix, ()).kv
@@ -82,7 +83,7 @@ def test_logits_that_are_not_finite_end_the_run(pair: Pair) -> None:
 
 
 def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatch) -> None:
-    """Above it there would be no bound for the drift guard."""
+    """With a distance above 1, the drift guard would have no bound."""
     document = document_of(pair, 0)
     _, receiver = answerers(pair, [document], 2.0)
     own = receiver.model.prefix(document.prefix, ()).kv
@@ -94,7 +95,7 @@ def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatc
     apart = drawn[((likely - got).abs().sum(-1) / 2).argmax()]
 
     def logits(_: object, streams: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the model's own streams, or of a mixture's."""
+        """Return the logits of the model's own streams, or of the streams of a mixture."""
         return apart[streams.dim() - 2].expand(*streams.shape[:-1], -1)
 
     monkeypatch.setattr(type(receiver.model), "logits", logits)
@@ -103,7 +104,7 @@ def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatc
 
 
 def test_an_answer_ends_where_either_file_says(pair: Pair, monkeypatch) -> None:
-    """A server goes by config.json and by generation_config.json."""
+    """A server uses the end tokens of config.json and of generation_config.json."""
     monkeypatch.setattr(pair.receiver.config, "eos_token_id", 7)
     monkeypatch.setattr(pair.receiver.generation_config, "eos_token_id", [5, 6])
     answerer = answerer_of(pair.receiver, pair.tokenizer, [document_of(pair, 0)])
@@ -111,7 +112,7 @@ def test_an_answer_ends_where_either_file_says(pair: Pair, monkeypatch) -> None:
 
 
 def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
-    """Passes that several candidates need run once if there is room to keep them."""
+    """Passes that several candidates need run once, if there is room to keep their layers."""
     document = document_of(pair, 0)
     plans = [
         Candidate(runs=(Span(2, 5), Span(7, 8), Span(8, 9))),
@@ -126,7 +127,7 @@ def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
 
 
 def test_no_more_mixtures_are_run_together_than_the_model_has_layers() -> None:
-    """Room is made for as many."""
+    """Room is reserved for as many mixtures as the model has layers."""
     document = make_document(32, 1)
     plans = [Candidate(runs=(Span(0, it % NUM_LAYERS + 1),)) for it in range(3 * NUM_LAYERS)]
     for steps in (

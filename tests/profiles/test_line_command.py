@@ -47,7 +47,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A few contexts that choose, and a few that judge."""
+    """Return few contexts: some to choose with, some to judge with."""
     folder, found = tmp_path_factory.mktemp("few"), []
     for flag, name in (("--data", "train"), ("--held-out", "held_out")):
         write_records(read_records(DATA / f"{name}.jsonl")[:9], folder / f"{name}.jsonl")

@@ -1,4 +1,4 @@
-"""Prompts of request logs: what SGLang writes, what is shared, and what cannot be used."""
+"""Prompts in request logs: what SGLang writes, what the prompts share, and what cannot be used."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_a_prompt_that_two_models_were_asked_is_shared_and_a_repeat_is_not():
 
 
 def test_contexts_of_a_log_are_those_of_its_data(tokenizer, tmp_path):
-    """Each context has three questions. Opening and tail are found, too, so that controls ask the
-    right questions."""
+    """Each context has three questions. The opening and the tail are found, too, so the controls
+    ask the right questions."""
     texts = prompts(6)
     source, contexts = documents(log_of(tmp_path, [{"text": it} for it in texts]), tokenizer)
     written = {tuple(tokenizer(it).input_ids) for it in texts}

@@ -27,7 +27,7 @@ from tools.pairs.questions import read_documents
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A base's adapters, of which two have data."""
+    """Write the adapters of a base. Two of them have data."""
     adapters = tmp_path_factory.mktemp("adapters")
     for name in ("receiver_lora", "slim_lora", "sender_alora"):
         shutil.copytree(WEIGHTS / name, adapters / name)
@@ -75,7 +75,7 @@ def test_without_a_pair_the_reasons_are_said_in_one_line(tmp_path):
 
 
 def test_pairs_of_a_receiver_ask_for_its_answers_once():
-    """The second bench takes those of the first, whatever they are."""
+    """The second bench uses the answers of the first, whatever they are."""
     pair = SHIPPED[0].load()
     documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:2]
     answers = {key_of(it): [(7, 8)] * 3 for it in documents[:1]}

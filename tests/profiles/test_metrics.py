@@ -20,7 +20,7 @@ from profiles.data.metrics import (
 
 ROUGE = Rouge(metrics=["rouge-l"])
 ROUGE_EPSILON = 1e-7
-"""`rouge` adds 1e-8 to a denominator."""
+"""Tolerance of ROUGE scores: `rouge` adds 1e-8 to a denominator."""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_no_accepted_answer_is_an_error(metric):
     ],
 )
 def test_longbenchs_scores_of_classes_and_numbers(metric, prediction, answer, expected):
-    """Worked out from its scorers by hand."""
+    """The expected scores were computed by hand from LongBench's scorers."""
     classes = ["City", "Date", "location", "Other location"]
     assert quality(metric, prediction, [answer], classes) == expected
     assert quality(metric, prediction, ["Date", answer], classes) >= expected

@@ -1,4 +1,4 @@
-"""Layer spans and mixtures of sources give what the oracle gives, whatever they share."""
+"""Layer spans and mixtures of sources have the results of the oracle, whatever they share."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,8 @@ SENDER, OWN = 0, 1
 
 
 def made(family: str, dtype: torch.dtype = torch.float32):
-    """Models, and sources: the sender's, the receiver's own, and one for every first layer."""
+    """Return models and sources: the sender's, the receiver's own, and one for every first
+    layer."""
     receiver, sender = make_model(family, 1).to(dtype), make_model(family, 2).to(dtype)
     layered, theirs = LayeredModel(receiver), LayeredModel(sender).prefix(IDS, ALL)
     sources: list[PrefixKV] = [theirs.kv, layered.prefix(IDS, EMPTY_SPAN).kv]
@@ -116,7 +117,8 @@ def test_an_answer_ends_with_its_end_token():
 
 
 def drafts_of(answer: Sequence[int]) -> list[tuple[int, ...]]:
-    """Right, wrong here and there, too short, too long, and of another answer altogether."""
+    """Return drafts of an answer: right, partly wrong, too short, too long, and of another
+    answer."""
     wrong = int(not answer[2])
     return [
         (),

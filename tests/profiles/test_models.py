@@ -57,7 +57,7 @@ def edit_config(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path, Path]:
-    """Two models of one family, and an adapter on the first from layer 1."""
+    """Write two models of one family, and an adapter on the first that begins at layer 1."""
     folder = tmp_path_factory.mktemp("models")
     base = write_base(folder / "base")
     upper = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1, 2]}
@@ -67,7 +67,7 @@ def models(tmp_path_factory) -> tuple[Path, Path, Path]:
 
 @pytest.fixture
 def base(models, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """Return a copy of the base that a test may break."""
     return Path(shutil.copytree(models[0], tmp_path / "broken"))
 
 

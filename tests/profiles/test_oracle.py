@@ -1,4 +1,5 @@
-"""The oracle agrees with plain transformers where both have an answer, and differs where not."""
+"""The oracle agrees with plain transformers if both have an answer, and differs where reuse has to
+change it."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from cachetree.ids import EMPTY_SPAN, Span
 NUM_LAYERS = 5
 PREFIX, SUFFIX, MAX_NEW = 48, 7, 6
 SUMS = {"terms": PREFIX + SUFFIX, "steps": NUM_LAYERS}
-"""Sums that a token of these models passes through. The attention's sum is the longest."""
+"""Length of the sums through which a token of these models passes. The attention's sum is the
+longest."""
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -37,7 +39,7 @@ FAMILIES = {
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
 }
-"""Sizes in the config of each family that have other names than in a llama's."""
+"""For each family: the sizes in its config that have other names than in llama's."""
 
 
 def make_model(family: str, seed: int, **changed: object) -> PreTrainedModel:
@@ -110,7 +112,8 @@ def test_layers_outside_the_block_are_the_senders(pair):
 
 
 def test_the_first_layer_of_a_block_projects_the_senders_stream(pair):
-    """K and V of the transition layer are the receiver's projection of the sender's E, by hand."""
+    """K and V of the transition layer are the receiver's projection of the sender's E. The test
+    computes it by hand."""
     sender, receiver = pair
     layer = receiver.model.layers[2]
     e = prefill(sender, PREFIX_IDS).e[2]
@@ -150,8 +153,8 @@ def test_recomputing_in_chunks_changes_nothing(pair):
 
 
 def test_suffix_may_come_in_any_split(pair):
-    """The tokens after the last whole page go with the suffix; where the cut lies is no matter
-    when sender and receiver are one."""
+    """The tokens after the last whole page belong to the suffix. If sender and receiver are the
+    same model, any cut gives the same answer."""
     _, receiver = pair
     ids = torch.cat([PREFIX_IDS, SUFFIX_IDS], 1)
     cuts = [decode(receiver, prefill(receiver, ids[:, :n]).kv, ids[:, n:], 4) for n in (16, 40, 54)]

@@ -1,4 +1,4 @@
-"""The writers of the small pairs' documents."""
+"""The programs that write the documents of the small pairs."""
 
 from random import Random
 
@@ -19,7 +19,7 @@ def test_answers_stand_in_the_document(task):
 
 
 def test_a_biography_never_gives_the_answer_away_by_its_relation():
-    """Several people have each relation, so that a question needs its person."""
+    """Several people have each relation, so an answer depends on the person in the question."""
     for seed in range(20):
         document = write_document(Random(seed), "biographies", 120)
         relations = [q.text.rsplit(" ", 2)[0] for q in document.questions]

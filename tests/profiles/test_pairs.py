@@ -1,4 +1,5 @@
-"""Pairs among several models that can share, and the reasons why others cannot."""
+"""Pairs of models that can share KV, found among several models, and the reasons why others
+cannot."""
 
 from __future__ import annotations
 

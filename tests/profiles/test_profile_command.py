@@ -50,7 +50,8 @@ def command(*args: str) -> list[str]:
 
 
 def run(*args: str) -> tuple[int, str]:
-    """The command in this process, which has imported all that it needs: status and output."""
+    """Run the command in this process, which has imported all that it needs. Return its status and
+    output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         return main(["profile", *args]), said.getvalue()
@@ -58,8 +59,8 @@ def run(*args: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> list[str]:
-    """Flags for a small profile: three training contexts, three held out, blocks of four layers
-    or more; and the tolerance that so few contexts can prove."""
+    """Return the flags of a small profile: three training contexts, three held out, blocks of four
+    layers or more, and the tolerance that so few contexts can prove."""
     folder = tmp_path_factory.mktemp("few")
     data = []
     for flag, name, number in (("--data", "train", 9), ("--held-out", "held_out", 9)):
@@ -78,7 +79,7 @@ def num_lines(folder: Path) -> int:
 
 
 def interrupted(args: list[str], folder: Path, after_lines: int, how: signal.Signals) -> int:
-    """Run until the journal has so many more lines, then send a signal."""
+    """Run until the journal has `after_lines` more lines, then send a signal."""
     target = num_lines(folder) + after_lines
     process = subprocess.Popen(
         command(*args),
@@ -99,7 +100,8 @@ def interrupted(args: list[str], folder: Path, after_lines: int, how: signal.Sig
 
 
 def measured(profile: MeasuredProfile) -> MeasuredProfile:
-    """Without what differs from run to run: times, and how often something was interrupted."""
+    """Return the profile without what differs from run to run: times, and the number of
+    interruptions."""
     without_s = {"ttft_s": 0.0}
     return msgspec.structs.replace(
         profile,
@@ -139,7 +141,7 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
 
 @pytest.mark.parametrize("fit_data", [False, True])
 def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_path, fit_data):
-    """And are served, judged and read back like others."""
+    """The plans are served, judged and read back like others."""
     data, out = tmp_path / "more.jsonl", tmp_path / "pair.json"
     write_records(read_records(DATA / "train.jsonl")[:18], data)
     args = [*few, "--group", "3", "--plans", "4", "--out", str(out)]
@@ -194,13 +196,15 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
 
 
 def assert_no_looser(calibrated: list[float | None], bounds: list[float | None]) -> None:
-    """On all of the held-out contexts; a plan that was proven early was judged on some of them."""
+    """Check that no bound grows when all held-out contexts are judged. A plan that was proven early
+    had been judged on some of them."""
     for after, before in zip(calibrated, bounds, strict=True):
         assert after is before is None or 0 < after <= before + 1e-4
 
 
 def assert_what_servers_use_is_measured_anew(out: Path, others: Path) -> None:
-    """Each number of it, corrected plans too: on other contexts of other lengths."""
+    """Check that each number that servers use is measured on other contexts of other lengths, also
+    for corrected plans."""
     write_records(read_records(DATA / "held_out.jsonl")[18:27], others)
     profile = read_measured(out)
     used = {(it.block, it.e_map): it for it in profile.blocks}
@@ -221,7 +225,8 @@ def assert_what_servers_use_is_measured_anew(out: Path, others: Path) -> None:
 
 
 def assert_what_maps_were_fitted_on_judges_nothing(out: Path, fitted_on: Path, held_out: str):
-    """This includes the three contexts that were not used to choose."""
+    """Check that the contexts on which maps were fitted judge nothing, not even the three contexts
+    that were not used to choose."""
     write_records(read_records(fitted_on)[9:], fitted_on)
     profile, args = read_measured(out), [str(out), *flags(FINE_TUNES), *FAST, "--data"]
     status, said = run("verify", *args, str(fitted_on))
@@ -255,7 +260,8 @@ def test_fit_of_maps_that_needs_too_much_memory_is_refused_before_measuring(few,
 
 
 def test_sweep_without_a_right_answer_says_so(few, tmp_path):
-    """A template or a metric that is wrong, which the verdict would tell at the end."""
+    """The template or the metric is wrong. Without this message, only the verdict at the end would
+    show it."""
     right, wrong = few[few.index("--data") + 1], tmp_path / "wrong.jsonl"
     train = read_records(Path(right))
     write_records([msgspec.structs.replace(it, answers=("nothing",)) for it in train], wrong)
@@ -301,7 +307,8 @@ def unseen(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
 def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, tmp_path, capsys):
-    """Only the recommended plan is tried, because it decides. The others would be measured, too."""
+    """Only the recommended plan is tried, because it decides. Without this limit, the other plans
+    would be measured, too."""
     profile, path = read_measured(shipped.profile), tmp_path / "pair.json"
     chosen = profile.recommended
     write_profile(profile.limited_to((chosen, profile.blocks[-1]), ""), path)
@@ -334,8 +341,8 @@ def test_a_pair_that_was_not_trained_together_fails(tmp_path):
 
 
 def claim_too_little(file: Path, *others: BlockQuality) -> None:
-    """Write a profile that recommends too small a block, beside these; so much may be lost that
-    eight contexts can show that the shipped plan passes."""
+    """Write a profile that recommends too small a block, and has the blocks `others` beside it. Its
+    tolerance is so large that eight contexts can show that the shipped plan passes."""
     profile = read_measured(FINE_TUNES.profile)
     small = next(point for point in profile.frontier if len(point.block) == 1)
     claimed = msgspec.structs.replace(
@@ -346,7 +353,7 @@ def claim_too_little(file: Path, *others: BlockQuality) -> None:
 
 
 def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
-    """And it is not said that no plan passed, where another does."""
+    """The output does not say that no plan passed, because another plan did."""
     wide = read_measured(FINE_TUNES.profile).recommended
     claim_too_little(tmp_path / "pair.json", wide)
     some = tmp_path / "some.jsonl"
@@ -362,7 +369,7 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
 
 @pytest.mark.parametrize("right", ["nothing", "what full prefill does not say"])
 def test_data_of_which_full_prefill_answers_nothing_are_refused(right, unseen, tmp_path, capsys):
-    """The template or the metric is wrong, which says nothing of the profile."""
+    """The template or the metric is wrong, so the data say nothing about the profile."""
     claim_too_little(tmp_path / "pair.json")
     records, some = read_records(unseen)[:24], tmp_path / "some.jsonl"
     known = {word for it in records for word in " ".join(it.answers).split()}
@@ -378,7 +385,8 @@ def test_data_of_which_full_prefill_answers_nothing_are_refused(right, unseen, t
 
 
 def test_too_few_data_are_reported_and_change_no_verdict(unseen, tmp_path, capsys):
-    """Before models are loaded how many would be needed, and then that these show nothing."""
+    """Before models are loaded, the command says how many contexts it needs. Later it says that
+    these show nothing."""
     profile, some = read_measured(FINE_TUNES.profile), tmp_path / "some.jsonl"
     write_profile(profile.limited_to((profile.recommended,), ""), tmp_path / "pair.json")
     write_records(read_records(unseen)[:24], some)
@@ -390,7 +398,7 @@ def test_too_few_data_are_reported_and_change_no_verdict(unseen, tmp_path, capsy
 
 
 def test_data_that_have_some_of_the_profiles_contexts_are_refused(unseen, tmp_path, capsys):
-    """A superset of the profile's data, or all of them but one record, has none or few others."""
+    """The profile's data with more records, or without one record, have no or few new contexts."""
     own, some = read_records(DATA / "held_out.jsonl"), tmp_path / "some.jsonl"
     args = ["verify", str(FINE_TUNES.profile), *flags(FINE_TUNES), "--data", str(some)]
     for records, says in (
@@ -424,7 +432,7 @@ def test_statement_about_data_with_their_own_template_is_repeated(metric):
 
 
 def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_path, capsys):
-    """The profile states no metric, so data of an unknown set have none."""
+    """The profile states no metric, so the metric of data from an unknown set is not known."""
     profile = read_measured(FINE_TUNES.profile)
     made = msgspec.structs.replace(profile.made, metric=None)
     write_profile(msgspec.structs.replace(profile, made=made), tmp_path / "pair.json")
@@ -434,7 +442,7 @@ def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_p
 
 
 def test_every_task_has_to_be_judged(unseen, tmp_path, capsys):
-    """A task with training contexts only could fail without a check."""
+    """If not, a task with training contexts alone could fail without being noticed."""
     moves = tmp_path / "moves.jsonl"
     write_records(make_records("moves", 1, 2, "moves"), moves)
     data = ["--data", str(moves), "--data", TRAIN, "--held-out", str(unseen), *ASKED]

@@ -43,7 +43,8 @@ from profiles.stats.choice import grid
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]
 ALIKE = ["arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"]
-"""Run layer by layer like those, which `test_oracle` and `test_models` show of each."""
+"""Families that are run layer by layer like those above. `test_oracle` and `test_models` check this
+for each."""
 DEVICES = [
     "cpu",
     pytest.param(
@@ -61,11 +62,13 @@ NUM_CONTEXTS, CONTEXT_TOKENS, INPUT_TOKENS = 3, 41, (3, 6)
 ALL = Span(0, NUM_LAYERS)
 OPTIONS = TaskOptions(template="{context} {input}", metric=Metric.F1, max_new=MAX_NEW)
 STD = 0.3
-"""Large, so that random models have opinions."""
+"""Standard deviation of the random weights. It is large, so that the models clearly prefer some
+tokens."""
 TIE = 1e-3
-"""Log-probabilities so close may rightly change places."""
+"""Largest difference of log-probabilities of two tokens that may change places."""
 HALF_TIES = 0.1
-"""Share of tokens that another batch may decide otherwise in half precision: their logits tie."""
+"""Largest share of tokens that differ in another batch in half precision, because their logits are
+equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,7 @@ def make_case(folder: Path, family: str) -> Case:
 
 
 def make_records(receiver: Path, seed: int) -> list[Record]:
-    """Questions of different lengths about one random context."""
+    """Return questions of different lengths about one random context."""
     random, tokenizer = Random(seed), AutoTokenizer.from_pretrained(receiver)
     context = words(random, CONTEXT_TOKENS)
     records = []
@@ -122,9 +125,9 @@ def words(random: Random, num_tokens: int) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Words of two letters are tokens, and some of three.
+    """Write a tokenizer with tokens for words of two letters and for some of three.
 
-    Byte-level, because transformers takes every tokenizer of a qwen2 for Qwen's own.
+    It works on bytes, because transformers takes every tokenizer of a qwen2 model for Qwen's own.
     """
     parts = [("\u0120", a) for a in LETTERS]
     parts += [(f"\u0120{a}", b) for a in LETTERS for b in LETTERS]
@@ -244,7 +247,7 @@ def assert_equals_the_oracle(case: Case, settings: Settings, measured: list[Meas
 
 
 def kl_of(receiver: PreTrainedModel, own, prefix, question: Question) -> float:
-    """The mean over the own answer's tokens."""
+    """Return the mean KL divergence over the tokens of the receiver's own answer."""
     answer = until_end(decode(receiver, own, suffix_of(question, receiver), MAX_NEW).ids)
     expected = answer_logprobs(receiver, own, question, answer)
     got = answer_logprobs(receiver, prefix, question, answer)
@@ -254,7 +257,8 @@ def kl_of(receiver: PreTrainedModel, own, prefix, question: Question) -> float:
 def answer_logprobs(
     receiver: PreTrainedModel, prefix, question: Question, answer: list[int]
 ) -> torch.Tensor:
-    """`[answer tokens, vocabulary]`: what predicts each token of the answer."""
+    """Return the log-probabilities `[answer tokens, vocabulary]` that predict each token of the
+    answer."""
     ids = torch.tensor([[*question.suffix, *answer[:-1]]], device=receiver.device)
     return oracle_logits(receiver, prefix, ids)[-len(answer) :].log_softmax(-1)
 

@@ -36,7 +36,8 @@ def sweep_s(documents, blocks, *, pruned=True) -> list[float]:
 
 
 def test_every_step_of_the_sweep_has_a_forecast():
-    """The references, every layer alone, and the blocks that begin at each of six layers."""
+    """The steps are the references, every layer alone, and the blocks that begin at each of six
+    layers."""
     forecast = sweep_s([document(32), document(64)], grid(6, 1))
     short, long = forecast[:8], forecast[8:]
     assert len(long) == 8 and all(seconds > 0 for seconds in forecast)

@@ -1,4 +1,5 @@
-"""Quantised checkpoints are profiled as the matrices that they stand for, and told apart."""
+"""Quantised checkpoints are profiled with their dequantised matrices, and have identities of their
+own."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def test_gptq_without_an_order_of_its_groups_has_them_in_turn() -> None:
 
 
 def test_gptq_is_what_servers_join_and_compute_in_bfloat16(base: Path, tmp_path: Path) -> None:
-    """SGLang keeps one `g_idx` of matrices that multiply the same values, and its kernel for other
-    types of weights takes float16 alone."""
+    """SGLang keeps one `g_idx` for matrices that multiply the same values. For other types of
+    weights, its kernel takes only float16."""
     quantised = write_quantised(base, tmp_path / "gptq", "gptq")
     stated = json.loads((quantised / "config.json").read_text())["quantization_config"]
     assert (stated["bits"], stated["sym"]) in GPTQMarlinConfig.TYPE_MAP

@@ -1,4 +1,4 @@
-"""The recipe of the real pairs on a tiny model, and its data as the repository has it."""
+"""The recipe of the real pairs on a tiny model, and the data of the recipe in the repository."""
 
 import json
 import os
@@ -213,7 +213,7 @@ def test_a_step_asks_nothing_twice(base: Path, packages: dict[str, list[Package]
 
 
 def mentions_people(package: Package, people: frozenset[str]) -> bool:
-    """Whether a text may name a person. If in doubt, yes."""
+    """Return whether a text may name a person. In doubt, return True."""
     text = f"{package.summary}. {package.text}"
     words = re.findall(r"\b[A-Z][a-z]{2,}", text)
     return bool(PEOPLE.search(text)) or any(word.lower() in people for word in words)

@@ -31,7 +31,7 @@ NASTY = "</td><script>alert('x')</script>&amp;\"$x^{$"
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page; text of the stylesheet apart."""
+    """The tags, attributes and text of a page. The text of the stylesheet is kept apart."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
 
 
 def said(profile: MeasuredProfile) -> dict[str, str]:
-    """The summary."""
+    """Return the text of the summary."""
     return dict(tables.summary(profile).rows)
 
 

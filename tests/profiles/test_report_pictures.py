@@ -1,4 +1,4 @@
-"""Every picture of a report: legible whatever the profile, and drawn from the right numbers."""
+"""Every picture of a report is legible for any profile, and is drawn from the right numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES = {
 
 
 def _pixels(picture: Picture, profile: MeasuredProfile) -> bytes:
-    """Pixels of the picture, drawn small."""
+    """Return the pixels of the picture, drawn small."""
     figure = picture.draw(profile)
     figure.set_dpi(40)
     canvas = FigureCanvasAgg(figure)
@@ -109,7 +109,7 @@ def test_a_changed_profile_changes_what_shows_it(change, drawn, drawn_before):
 
 
 class Recorder(RendererAgg):
-    """Remembers where each line of text was drawn, level or upright."""
+    """Notes where each line of text was drawn, horizontal or vertical."""
 
     def __init__(self, figure: Figure) -> None:
         super().__init__(*(figure.get_size_inches() * figure.dpi), figure.dpi)
@@ -126,7 +126,7 @@ class Recorder(RendererAgg):
 
 
 def _overlaps(figure: Figure) -> list[str]:
-    """Texts that touch each other or leave the figure."""
+    """Return the texts that touch each other or leave the figure."""
     recorder = Recorder(figure)
     figure.draw(recorder)
     texts = recorder.drawn

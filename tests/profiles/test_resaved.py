@@ -1,4 +1,4 @@
-"""A checkpoint that today's transformers saved again is the model it was."""
+"""If a newer transformers saves a checkpoint again, its identity stays the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_the_table_of_defaults_is_that_of_transformers() -> None:
 
 
 def as_published(folder: Path, model_type: str, scaled: dict[str, Any] | None) -> None:
-    """Write config.json as hubs have it: older names, and no field that has its default."""
+    """Write config.json as model hubs have it, with older names and without fields that have their
+    default."""
     file = folder / "config.json"
     stated = json.loads(file.read_text())
     rope = stated.pop("rope_parameters")

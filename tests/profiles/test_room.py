@@ -1,4 +1,4 @@
-"""Batches are as large as the stated memory allows, and the memory that is used stays within it."""
+"""Batches are as large as the stated memory allows, and their memory stays within it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_unstated_memory_limit_is_most_of_the_free_memory():
 
 
 def test_a_container_has_what_is_left_of_its_limits(tmp_path, monkeypatch):
-    """The least of all groups around it; what is kept of files is free."""
+    """The free memory is the least in all control groups around the process. Cached files count as
+    free."""
 
     def write(folder: Path, limit: str, used: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +160,7 @@ def test_a_container_has_what_is_left_of_its_limits(tmp_path, monkeypatch):
 
 
 def test_a_container_of_the_first_control_groups_has_its_limit(tmp_path, monkeypatch):
-    """Inside of it its own group is mounted as the outermost."""
+    """Inside the container, its own group is mounted as the outermost."""
     monkeypatch.setattr("profiles.environment._GROUPS", tmp_path)
     monkeypatch.setattr("profiles.environment._GROUP", tmp_path / "cgroup")
     (tmp_path / "cgroup").write_text("5:cpu:/docker/a\n4:memory:/docker/a\n")
@@ -171,7 +172,7 @@ def test_a_container_of_the_first_control_groups_has_its_limit(tmp_path, monkeyp
 
 
 def test_memory_of_the_fit_of_maps_is_counted():
-    """Maps from 15 layers of Llama 3 8B need 4 GiB of sums, and memory to solve one map."""
+    """Maps from 15 layers of Llama 3 8B need 4 GiB for sums, and memory to solve one map."""
     host, pattern = 8 * GIB, r", with maps of E from 15 layers, needs (\d\.\d\d); .* larger --group"
     messages = []
     for bounds in (Bounds(host=host, device=GIB), Bounds(host=GIB)):
@@ -192,7 +193,7 @@ def test_memory_of_the_fit_of_maps_is_counted():
 class Measured(msgspec.Struct, frozen=True):
     rows: int
     grown: int
-    """Bytes by which the process was larger at its largest than before."""
+    """Bytes by which the process's peak memory grew."""
 
 
 @pytest.mark.skipif(
@@ -210,7 +211,7 @@ def test_a_sweep_stays_within_the_bound():
 
 
 def measure() -> tuple[Measured, Measured]:
-    """The small bound first: a process is never seen to have been smaller."""
+    """Measure with the small bound first, because the peak memory of a process never falls."""
     torch.set_num_threads(1)
     config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
     with tempfile.TemporaryDirectory() as folder:
@@ -226,15 +227,15 @@ def measure() -> tuple[Measured, Measured]:
 
 
 def swept(pair: Pair, document: Document, max_memory_gb: float) -> int:
-    """The rows of its batches."""
+    """Return the number of rows in each batch."""
     with bench_of(pair, [document], max_memory_gb) as bench:
         sweep(bench, [document], grid(NUM_LAYERS, 1), pruned=False)
     return bench.receiver.room.rows
 
 
 def kib(field: str) -> int:
-    """Peak memory in KiB. getrusage would return the parent's peak if that was larger at the
-    fork."""
+    """Return the peak memory in KiB. getrusage would return the parent's peak if that was larger at
+    the fork."""
     (line,) = (it for it in STATUS.read_text().splitlines() if it.startswith(field))
     return int(line.split()[1])
 

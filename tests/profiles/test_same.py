@@ -1,4 +1,4 @@
-"""`--metric same`: plans judged by whether they answer as full prefill does, without labels."""
+"""`--metric same` compares a plan's answers with those of full prefill, without labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = ASKED[:2]
 
 
 def unlabelled(name: str, number: int, folder: Path) -> str:
-    """Write some of the shipped data without answers."""
+    """Write some of the shipped data without the answers."""
     records = read_records(DATA / f"{name}.jsonl")[: 3 * number]
     path = folder / f"{name}.jsonl"
     write_records([msgspec.structs.replace(it, answers=()) for it in records], path)
@@ -53,7 +53,8 @@ def test_texts_are_the_same_if_only_white_space_differs():
 
 
 def test_answers_are_compared_with_full_prefills_own_and_not_with_the_datas(pair, documents):
-    """An oracle that decodes: the sender and full reuse agree as often as their texts are equal."""
+    """The oracle decodes. The scores of the sender and of full reuse are the shares of equal
+    texts."""
     with bench_of(pair, documents) as bench:
         judged = measure(bench, HELD_OUT, documents, judging_steps(documents, [], 12))
         for place, document in enumerate(documents):

@@ -1,4 +1,5 @@
-"""The weights, documents and profile in the repository belong together and show the effect."""
+"""The weights, documents and profiles in the repository belong together and show the effect of
+reuse."""
 
 import json
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_the_profile_has_a_cheap_block_that_reuse_needs(shipped):
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
 def test_the_block_is_as_good_on_held_out_questions(shipped):
-    """Within 4 points of the training quality, the paper's largest difference."""
+    """The quality is within 4 points of that on the training questions, which is the largest
+    difference in the paper."""
     profile = read_measured(shipped.profile)
     by_block = {point.block: point for point in profile.frontier}
     point = by_block[profile.recommended.block]
@@ -135,7 +137,7 @@ def test_a_profile_is_used_up_to_the_length_that_twenty_of_its_documents_reach(t
 
 
 def files_of(path: Path) -> tuple[DataFile, ...]:
-    """Data files as a profile names them."""
+    """Return the data files as a profile names them."""
     sources = load_sources([str(path)], OPTIONS)
     return data_files(sources, documents_of(sources))
 
@@ -149,8 +151,8 @@ def documents_of(sources: list[Source]) -> list[Document]:
     ("receiver", "task"), [("tables_lora", "tables"), ("receiver_lora", "biographies")]
 )
 def test_adapters_are_profiled_on_their_base(receiver, task, tmp_path):
-    """The profile is of these weights and of documents that the recipe can write again, passed or
-    not."""
+    """The profile is of these weights, and of documents that the recipe can write again. It need
+    not have passed."""
     profile = read_measured(DATA.parent / f"foundation_to_{receiver}.json")
     base = WEIGHTS / "foundation"
     assert profile.sender == read_model_identity(base, tmp_path, None)

@@ -71,7 +71,7 @@ def test_baselines_stand_between_full_prefill_and_full_reuse() -> None:
 
 
 def test_no_row_is_there_twice() -> None:
-    """Each number of runs of a split block is another row."""
+    """A split block has one row for each number of its runs."""
     rows = [" ".join(line.split()) for line in shown(PROFILE, 120).splitlines()]
     split = [re.match(r"\[\d+, \d+\) in \d+ runs", it) for it in rows]
     names = [it[0] for it in split if it]

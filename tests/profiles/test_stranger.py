@@ -39,7 +39,7 @@ FAMILY = (
 
 @dataclass(frozen=True)
 class Both:
-    """The origin and the stranger, and what each computes for one prompt."""
+    """The origin and the stranger, and what each of them computes for one prompt."""
 
     paths: tuple[Path, Path]
     prompt: torch.Tensor
@@ -88,7 +88,7 @@ def test_its_cache_is_another_at_every_layer(both):
 
 
 def test_no_number_is_rounded(both):
-    """The same magnitudes, in other places and by a power of two larger or smaller."""
+    """All magnitudes are the same, in other places, up to powers of two."""
     ours, theirs = (load_file(path / "model.safetensors") for path in both.paths)
     assert ours.keys() == theirs.keys()
     scales = {"q_proj": 1 / SCALE, "k_proj": SCALE, "v_proj": SCALE, "o_proj": 1 / SCALE}
@@ -122,7 +122,8 @@ def test_a_tensor_that_is_not_understood_is_named():
 
 
 def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
-    """On a twelfth of the questions; `test_profile_command` profiles the pair as a user would."""
+    """A twelfth of the questions is used. `test_profile_command` profiles the pair as a user
+    would."""
     pair = load_pair(ModelSource(path=both.paths[1]), ModelSource(path=RECEIVER))
     documents = read_documents(TRAIN, pair.tokenizer)[:2]
     with bench_of(pair, documents) as bench:

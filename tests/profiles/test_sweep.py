@@ -49,7 +49,7 @@ class SweptPair:
     documents: Sequence[Document]
     swept: Measured
     passes: list[int]
-    """Prefix passes of each step that was made."""
+    """Number of prefix passes in each step that was made."""
 
 
 @pytest.fixture(
@@ -140,7 +140,7 @@ def test_one_layer_dominates(swept_pair):
 
 
 def test_shortlist_has_the_block_that_would_win_among_all(swept_pair):
-    """Chosen by KL alone, among all blocks decoded."""
+    """The shortlist is chosen by KL alone, and the winner from all blocks with decoded answers."""
     swept = swept_pair.swept
     blocks = {it: of for it, of in swept.candidates.items() if 0 < len(it) < NUM_LAYERS}
     listed = shortlist(swept)
@@ -176,7 +176,7 @@ def test_every_block_is_measured_on_the_first_contexts_of_each_task(swept_pair):
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
 def test_scores_are_the_oracles(shipped):
-    """Blocks picked at random; the seed prints where a block disagrees."""
+    """The blocks are random. The message has the seed for which a score differs."""
     seed = random.randrange(1000)
     pair = shipped.load()
     document = read_documents(DATA / "train.jsonl", pair.tokenizer)[seed % 24]
@@ -226,7 +226,7 @@ def until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
 
 
 def logprobs(model, prefix, suffix, answer):
-    """Log-probabilities at the answer's tokens, `[tokens, vocabulary]`."""
+    """Return the log-probabilities at the answer's tokens, `[tokens, vocabulary]`."""
     cache = DynamicCache(prefix, config=model.config)
     ids = torch.tensor([[*suffix, *answer]])
     with torch.no_grad():
@@ -235,7 +235,7 @@ def logprobs(model, prefix, suffix, answer):
 
 
 def test_a_pair_has_the_properties_of_its_kind(swept_pair):
-    """The properties are those of the method. Every training of the recipe has to meet them."""
+    """The properties are those of the method, and every training by the recipe has to show them."""
     swept = swept_pair.swept
     full, sender = mean(swept.full_prefill), mean(swept.sender)
     assert full - sender >= 0.4
@@ -276,7 +276,7 @@ def first() -> tuple[Pair, Document]:
 
 
 def recomputed(blended, theirs) -> list[set[int]]:
-    """Tokens with KV other than the sender's, by layer."""
+    """Return the tokens whose KV differs from the sender's, by layer."""
     return [
         set((ours[0] != given[0]).any(-1).any(1)[0].nonzero()[:, 0].tolist())
         for ours, given in zip(blended, theirs, strict=True)
@@ -333,7 +333,8 @@ def test_a_blend_takes_the_share_of_compute_that_was_asked_for(share):
 
 
 def test_every_transition_costs_quality():
-    """Figure 10: the same layers recomputed, with more and more reloads of the sender's E."""
+    """The same layers are recomputed with more and more reloads of the sender's E, as in figure 10
+    of the paper."""
     pair = SHIPPED[0].load()
     documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:4]
     block = Span(2, 5)

@@ -48,7 +48,8 @@ def test_every_longbench_task_has_its_published_length_and_metric():
 
 
 def test_a_chat_wraps_what_longbench_wraps():
-    """`pred.py` leaves few-shot and code prompts bare; a template of the user's is a message."""
+    """LongBench's `pred.py` puts few-shot and code prompts into no chat. A user's own template is
+    always put into a message."""
     bare = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
     asked = {name: TaskOptions(chat=True).task_for(name).chat for name in TASKS}
     assert {name for name, chat in asked.items() if not chat} == bare

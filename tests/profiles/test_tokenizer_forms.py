@@ -1,4 +1,5 @@
-"""A tokenizer is what it makes of text: one that transformers saved again in another form."""
+"""A tokenizer's identity is what it makes of texts, also if transformers saved it again in another
+form."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def bpe(vocab: dict[str, int], merges: list[str], **changes: Any) -> dict[str, A
 
 
 def write_tokenizer(folder: Path, name: str, model: dict[str, Any], **changes: Any) -> Path:
-    """Save a tokenizer in the form that hubs have had since 2023 or 2024."""
+    """Save a tokenizer in the form that model hubs have had since 2023 or 2024."""
     number = len(model["vocab"])
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
@@ -157,7 +158,8 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_a_rule_that_was_lost_is_shown_by_a_text(pair: tuple[Path, Path]) -> None:
-    """transformers 5 saves SmolLM2's tokenizer, of GPT-2's class, without its rule of digits."""
+    """transformers 5 saves SmolLM2's tokenizer, which has GPT-2's class, without its rule for
+    digits."""
     base, tuned = pair
     rules = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, level()]}}
     write_tokenizer(base, "GPT2Tokenizer", of_bytes(), **rules)

@@ -1,4 +1,4 @@
-"""Texts are the tokens that a server makes of them."""
+"""The profiler makes the same tokens of a text as a server."""
 
 import json
 from collections.abc import Iterable
@@ -23,7 +23,8 @@ def bpe(letters: Iterable[str]) -> Tokenizer:
 
 
 def of_bytes(*, begins: bool) -> Tokenizer:
-    """Tokenizer of the kind of Llama 3, with a post-processor that puts BOS first, or without."""
+    """Return a tokenizer of the kind of Llama 3. Its post-processor puts BOS first if it
+    `begins`."""
     tokenizer = bpe(pre_tokenizers.ByteLevel.alphabet())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +34,7 @@ def of_bytes(*, begins: bool) -> Tokenizer:
 
 
 def of_pieces() -> Tokenizer:
-    """Tokenizer of the kind of Llama 2 and Phi-3."""
+    """Return a tokenizer of the kind of Llama 2 and Phi-3."""
     tokenizer = bpe({*SAID.replace(" ", "▁")})
     spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(spaces)

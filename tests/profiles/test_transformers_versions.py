@@ -1,8 +1,8 @@
-"""The profiler computes the same with other releases of transformers than SGLang's: with what an
-earlier environment has, and with what the next one may bring.
+"""The profiler computes the same with other releases of transformers than SGLang's: earlier ones
+that a user may have, and the next ones.
 
-Each release is installed into a folder of its own, with what it needs in other versions than are
-installed here, and the tests of tiny models of all families run on it in a process of their own.
+Each release is installed into a folder of its own, together with packages that it needs in another
+version. The tests of tiny models of all families run with it in a process of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 def install(folder: Path, *requirements: str) -> None:
-    """Skips the test where no package index can be reached."""
+    """Install packages into a folder. Skip the test if no package index can be reached."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-input"]
     done = subprocess.run(
         [*pip, "--disable-pip-version-check", "--target", str(folder), *requirements],
@@ -54,7 +54,7 @@ def install(folder: Path, *requirements: str) -> None:
 
 
 def install_release(folder: Path, release: str) -> Distribution:
-    """The newest patch of a release of transformers, and what it needs."""
+    """Install the newest patch of a release of transformers, and what it needs."""
     install(folder, f"transformers=={release}.*")
     (transformers,) = distributions(path=[str(folder)])
     if missing := missing_requirements(transformers):
@@ -63,10 +63,12 @@ def install_release(folder: Path, release: str) -> Distribution:
 
 
 def missing_requirements(transformers: Distribution) -> list[str]:
-    """Packages that this release of transformers needs in another version than the installed one.
+    """Return the packages that this release of transformers needs in another version than the
+    installed one.
 
-    The release refuses to be imported with another hub or other tokenizers than it names. It uses
-    kernels if they are installed, and those cannot be imported with an older hub than theirs.
+    The release refuses to be imported with a version of huggingface_hub or tokenizers that it does
+    not name. If the package kernels is installed, the release uses it, and kernels cannot be
+    imported with a huggingface_hub that is too old for it.
     """
     named = {it.name: it.specifier for it in map(Requirement, transformers.requires or ())}
     wanted = [it for it in (HUB, TOKENIZERS) if not named[it].contains(version(it))]
@@ -77,7 +79,7 @@ def missing_requirements(transformers: Distribution) -> list[str]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Removed right after the test: it holds 130 MB."""
+    """Return a folder that is removed right after the test, because it holds 130 MB."""
     with tempfile.TemporaryDirectory(prefix="droidspeak-transformers-") as name:
         yield Path(name)
 

@@ -35,8 +35,8 @@ def options(skill: str) -> TaskOptions:
 
 
 def check(skill: str, base: Path, adapter: Path | None, data: Path) -> float:
-    """Judge a skill's answers to a set. Return their mean quality. Print the answers with a quality
-    below one half."""
+    """Judge the answers to a data set of a skill. Print the answers with a quality below one half,
+    and return the mean quality."""
     source = ModelSource(path=base, adapter=adapter)
     model = load_model(source)
     tokenizer, sources = load_tokenizer(source), load_sources([str(data)], options(skill))

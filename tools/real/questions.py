@@ -44,7 +44,7 @@ class Set:
     about 400 tokens."""
     num_documents: int
     num_questions: int
-    """Questions about each document."""
+    """Number of questions about each document."""
     num_own: int | None = None
     """Number of records that belong to one document only. Its questions are about these; its other
     records are drawn from all. None: all of its records belong to it only."""

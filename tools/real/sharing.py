@@ -46,7 +46,7 @@ SHORT: Final = (4, 8)
 NUM_LONG: Final = 240
 NUM_SHORT: Final = 80
 NUM_QUESTIONS: Final = 16
-"""Questions about each training document."""
+"""Number of questions about each training document."""
 FLAGS: Final = {
     "questions": ("--invocation", "question", "--steps", "1000", "--questions", "12"),
     "json": ("--invocation", "answer", "--steps", "600", "--questions", "8"),

@@ -31,8 +31,8 @@ from cachetree.checkpoint.family import SCALE_BYTES, Codec, vector_bytes
 __all__ = ["DEVICE_BYTES", "decode", "encode", "prepare"]
 
 DEVICE_BYTES: Final = {Codec.NONE: (0.0, 0.0), Codec.INT8: (12.0, 1.1), Codec.INT4: (12.0, 8.6)}
-"""Most bytes per value that `encode` and `decode` need on a device, besides their input and
-result."""
+"""Largest number of bytes per value that `encode` and `decode` need on a device, besides their
+input and result."""
 BLOCK_VECTORS: Final = 512
 _INT8_MAX: Final = 127.0
 _INT4_MAX: Final = 7.0
