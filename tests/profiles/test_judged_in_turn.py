@@ -18,7 +18,7 @@ from profiles.data.records import read_records, write_records
 from profiles.evidence import MeasuredProfile, read_measured
 from sglang_droidspeak.cli import main
 
-FAST = ["--dtype", "float32", "--group", "3", "--timing-seconds", "0", "--plans", "2"]
+FAST = ["--dtype", "float32", "--group", "6", "--timing-seconds", "0", "--plans", "2"]
 FAILED_GATE, UNDECIDED = 3, 4
 
 

@@ -52,7 +52,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for flag, name in (("--data", "train"), ("--held-out", "held_out")):
         write_records(read_records(DATA / f"{name}.jsonl")[:9], folder / f"{name}.jsonl")
         found += [flag, str(folder / f"{name}.jsonl")]
-    few = [*FAST, "--group", "6", "--timing-seconds", "0", "--tolerance", "0.9"]
+    few = [*FAST, "--group", "6", "--plans", "2", "--timing-seconds", "0", "--tolerance", "0.9"]
     return [*found, *ASKED, *few]
 
 

@@ -24,6 +24,7 @@ from cachetree.planning import BlockQuality
 from cachetree.planning.profile import write_profile
 from profiles.cli import _made_as, settings_of
 from profiles.compute.fitting import fit_maps
+from profiles.compute.journal import Journal
 from profiles.compute.layered import LayeredModel
 from profiles.compute.study import DocumentPasses
 from profiles.data.documents import in_drawn_order
@@ -43,10 +44,6 @@ UNSEEN_DOCUMENTS = 75
 FAILED_GATE, UNDECIDED = 3, 4
 FAST = ["--dtype", "float32"]
 """A CPU takes five times as long in bf16."""
-
-
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "sglang_droidspeak.cli", "profile", *args]
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -78,25 +75,35 @@ def num_lines(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in journals(folder))
 
 
-def interrupted(args: list[str], folder: Path, after_lines: int, how: signal.Signals) -> int:
-    """Run until the journal has `after_lines` more lines, then send a signal."""
+def killed(args: list[str], folder: Path, after_lines: int) -> int:
+    """Run until the journal has `after_lines` more lines, then end the process."""
     target = num_lines(folder) + after_lines
-    process = subprocess.Popen(
-        command(*args),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=ENVIRONMENT,
-        # What a shell runs in the background ignores interrupts, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    command = [sys.executable, "-m", "sglang_droidspeak.cli", "profile", *args]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, env=ENVIRONMENT, **piped)
     deadline = time.monotonic() + 120
     while num_lines(folder) < target and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.002)
     assert process.poll() is None, process.stdout.read().decode()
-    process.send_signal(how)
+    process.kill()
     process.communicate(timeout=240)
     return process.returncode
+
+
+def interrupted(args: list[str], after_lines: int) -> int:
+    """Run until the journal has `after_lines` lines, then raise what Ctrl-C raises."""
+    put, left = Journal.put, [None] * after_lines
+
+    def put_or_stop(journal: Journal, entry: object) -> None:
+        put(journal, entry)
+        left.pop()
+        if not left:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "put", put_or_stop)
+        return run(*args)[0]
 
 
 def measured(profile: MeasuredProfile) -> MeasuredProfile:
@@ -119,11 +126,10 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     assert status == 0, said
     stopped.mkdir()
     args = [*few, "--out", str(stopped / "pair.json")]
-    assert interrupted(args, stopped, 4, signal.SIGINT) == 130
-    first = num_lines(stopped)
-    assert first >= 4
-    assert interrupted(args, stopped, 6, signal.SIGKILL) == -signal.SIGKILL
-    assert num_lines(stopped) >= first + 6
+    assert interrupted(args, 4) == 130
+    assert num_lines(stopped) == 4
+    assert killed(args, stopped, 6) == -signal.SIGKILL
+    assert num_lines(stopped) >= 4 + 6
     assert not (stopped / "pair.json").exists()
     status, said = run(*args)
     assert status == 0, said
@@ -274,21 +280,19 @@ def test_sweep_without_a_right_answer_says_so(few, tmp_path):
 
 
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):
-    args = [*few, "--out", str(tmp_path / "pair.json"), "--no-prune"]
+    args = [*few, "--out", str(tmp_path / "pair.json"), "--no-prune", "--group", "6"]
     args += ["--small", str(WEIGHTS / "foundation")]
     monkeypatch.setattr(sys, "argv", ["/bin/droidspeak", "profile", *args])
     status, said = run(*args)
     assert status == 0, said
     lines = said.splitlines()
-    summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 6 blocks"))
+    summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 3 blocks"))
     training = next(i for i, line in enumerate(lines) if line.startswith("training"))
     assert "6 contexts, about" in lines[summary]
     assert summary < training
     assert f"wrote {tmp_path / 'pair.json'}" in said
     profile = read_measured(tmp_path / "pair.json")
-    assert [(it.start, it.stop) for it in profile.measured] == [
-        (start, stop) for start in range(0, 12, 4) for stop in range(start + 4, 16, 4)
-    ]
+    assert [(it.start, it.stop) for it in profile.measured] == [(0, 6), (0, 12), (6, 12)]
     assert not profile.made.pruned and profile.made.metric == "f1"
     assert profile.made.command.startswith("droidspeak profile --sender sender --receiver receiver")
     assert "--data train.jsonl --held-out held_out.jsonl " in profile.made.command
@@ -326,7 +330,7 @@ def test_a_pair_that_was_not_trained_together_fails(tmp_path):
     pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver"), *FAST]
     train = tmp_path / "train.jsonl"
     write_records(read_records(DATA / "train.jsonl")[:12], train)
-    data = ["--data", str(train), *ASKED, "--group", "3", "--timing-seconds", "0"]
+    data = ["--data", str(train), *ASKED, "--group", "4", "--timing-seconds", "0", "--plans", "2"]
     out = tmp_path / "pair.json"
     status, said = run(*pair, *data, "--out", str(out))
     assert status == FAILED_GATE, said
