@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 import urllib.request
 from fnmatch import fnmatchcase
@@ -188,6 +189,16 @@ def of_kind(*kinds: str) -> list[dict[str, Any]]:
 
 
 PODS = of_kind("DaemonSet", "Deployment")
+
+
+def test_the_compose_file_follows_its_specification(tmp_path: Path) -> None:
+    compose = DEPLOY / "compose.yaml"
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(compose.read_text().replace("    command:", "    comand:", 1))
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    assert subprocess.run([*check, compose]).returncode == 0
+    done = subprocess.run([*check, wrong], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "comand" in done.stdout
 
 
 @pytest.mark.parametrize(
