@@ -110,8 +110,7 @@ class DiskStore:
     def find(
         self, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[DiskFile, Span]]:
-        """Find the files that have the leading `pages`. Return each file with its own span of these
-        pages.
+        """Return the files that have the leading `pages`, each with its own span of them.
 
         `pages` may start inside a prompt. Counts as a use, also of files that they depend on.
         """

@@ -263,8 +263,7 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _room(settings: Settings, model: ModelId, ranks: int) -> Iterator[Check]:
-    """Check that memory and disk have room for all ranks. Each rank needs the sizes that the
-    settings state."""
+    """Check that memory and disk have room for the settings' sizes, once for each rank."""
     from profiles.environment import free_memory_bytes
 
     wanted, free = settings.taken_gb(ranks), free_memory_bytes() / GIB
@@ -358,8 +357,7 @@ def _of_state(url: str, state: Mapping[str, Any], off_s: float) -> Iterator[Chec
 
 
 def room(report: Mapping[str, Any]) -> Check:
-    """Check memory and disk from a server's report about its cache. Problems of peers are left out:
-    each peer has its own line."""
+    """Check memory and disk from a server's report about its cache. Each peer has another line."""
     peers, is_up = [it["address"] for it in report["peers"]], report["health"]["live"]
     degraded = [it for it in report["health"]["degraded"] if not any(at in it for at in peers)]
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])

@@ -212,15 +212,16 @@ def check_quality(samples: Samples, profile: PairProfile) -> QualityCheck:
         if own.quality is not None and reused.quality is not None:
             qualities.setdefault(own.document, []).append((own.quality, reused.quality))
     means = [[*map(fmean, zip(*of, strict=True))] for of in qualities.values()]
-    accepted = profile.tolerance * fmean(of[0] for of in means) if means else 0.0
-    if sum(own - reused for own, reused in means) <= accepted * len(means):
+    if not means:
+        return QualityCheck()
+    exact, approximate = map(fmean, zip(*means, strict=True))
+    accepted = profile.tolerance * exact
+    if exact - approximate <= accepted:
         return QualityCheck()
     lost = fmean(max(0.0, own - reused) for own, reused in means)
-    measured = measured_of(samples)
     said = (
-        f"the recommended block reaches {profile.metric} {measured[Condition.BLOCK].quality:.3f}; "
-        f"full prefill reaches {measured[Condition.FULL_PREFILL].quality:.3f}, and the profile "
-        f"accepts a loss of {100 * profile.tolerance:.3g}%"
+        f"the recommended block reaches {profile.metric} {approximate:.3f}; full prefill reaches "
+        f"{exact:.3f}, and the profile accepts a loss of {100 * profile.tolerance:.3g}%"
     )
     if _largest_chance(lost, accepted) ** len(means) <= ERROR_RATE:
         return QualityCheck(failures=(f"{said}: profile the pair on data like this",))

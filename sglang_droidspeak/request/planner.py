@@ -308,8 +308,7 @@ class Planner:
     def _step_share(self, plan: Plan, costs: Costs) -> float:
         """Part of SGLang's token budget of a step that a loaded token uses up. It follows from the
         recomputed layers and the time of the copies. With `max_stall_ms`, a step is full once
-        recompute and copies take that long. Copies count even if they run beside a recompute,
-        because the scheduler waits for them.
+        recompute and copies take that long: the scheduler waits for copies, too.
         """
         step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
         work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size
@@ -378,8 +377,7 @@ class Planner:
         )
 
     def _link(self, location: Location) -> Link:
-        """Return the link to a location. This server's own memory is read in place, so its link
-        includes no notice of arrival."""
+        """Return the link to a location. Its own memory, read in place, needs no notice."""
         link = self._cache.link(location) or FREE_LINK
         notice_s = 0.0 if location == LOCAL else self._meter.notice_s
         copy_byte_s = self._meter.copy_byte_s
