@@ -1,4 +1,4 @@
-"""Offline work on pairs of models: which layers of a sender's KV can a receiver read unchanged?
+"""Measure pairs of models offline: which layers of a sender's KV can a receiver read unchanged?
 
     data      a data set ─► questions about documents, as tokens in whole pages
     compute   two checkpoints ─► their layers over any KV ─► every plan's answers, in a journal
@@ -14,6 +14,6 @@
     adapters       merges a LoRA adapter into its base
     random_models  makes checkpoints of any shape
 
-A folder imports from those above it. Nothing here imports sglang. Only `environment` runs in a
-server: it says how much memory is free.
+A folder imports only from the folders above it. Nothing here imports sglang. Servers use only
+`environment`, which says how much memory is free.
 """

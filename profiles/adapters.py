@@ -4,16 +4,16 @@ Tensors are merged by their names in `adapter_model.safetensors`:
 
     MODULE.lora_A.weight, .lora_B.weight      MODULE.weight += alpha / r x B A
     MODULE.lora_embedding_A, _B               MODULE.weight += alpha / r x (B A) transposed
-    MODULE.base_layer.weight                  the base's own, which PEFT saves beside the latter
+    MODULE.base_layer.weight                  the base's own embedding, which PEFT also saves
 
 The names are those of the checkpoint's files. So the fused matrices of phi3 and the experts of
 mixtral (`block_sparse_moe.experts.0.w1`) are merged like any other matrix.
 
 Two kinds of adapters are refused. First, adapters whose config changes more than the scale: SGLang
 applies alpha / r to every matrix, and ignores the rest. Second, adapters that change embeddings or
-head if both are one tensor: there, PEFT computes other results before merging than after.
+head, if both are one tensor: then merging changes the results.
 
-`fan_in_fan_out` is about transposed weights. No family here stores any, and PEFT then ignores it.
+`fan_in_fan_out` is allowed: PEFT ignores it for all model classes that this project supports.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ _WITHOUT_EFFECT: Final = (
     *("megatron_config", "megatron_core", "peft_version", "qalora_group_size", "r", "revision"),
     *("target_modules", "task_type"),
 )
-"""Settings that may have any value: they name tensors, set the scale, or matter only in
-training."""
+"""Settings of an adapter that may have any value: they name tensors, set the scale, or matter only
+in training."""
 _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # These leave the base as it was.
 }
-"""Values without an effect, by setting. Any other value of these settings is refused."""
+"""Values without an effect, by setting of an adapter. Any other value of these settings is
+refused."""
 _REMEDY: Final = "merge it with peft (merge_and_unload), and profile and serve the result"
 
 
@@ -105,7 +106,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 def with_adapter(
     base: Mapping[str, Tensor], adapter: Path, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Return the base's weights with the adapter in folder `adapter` merged, as `merged` describes.
+    """Return the base's weights with the adapter in folder `adapter` merged.
 
     Raises ConfigError naming the adapter.
     """
@@ -123,12 +124,12 @@ def merged(
     config: LoraConfig,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the base's weights with an adapter's tensors merged, by the table in the module's
-    docstring.
+    """Return the base's weights with an adapter's tensors merged. The module's docstring has the
+    formulas.
 
-    Sums are made in float64, so every machine rounds them to the same bytes. The results are in
-    `dtype`, or in the matrix's own dtype. Tensors that the adapter does not change are not copied.
-    Raises ConfigError if the adapter does not fit the base.
+    Sums are made in float64, so every machine rounds them to the same bytes. A result is in
+    `dtype`, or in its matrix's own dtype if `dtype` is None. Tensors that the adapter does not
+    change are not copied. Raises ConfigError if the adapter does not fit the base.
     """
     result = dict(base)
     factors: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -156,7 +157,7 @@ def merged(
 
 
 def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of a matrix of `[out, in]`: `[rank, in]` and `[out, rank]`."""
+    """Return an adapter's factors A `[rank, in]` and B `[out, rank]` for a matrix `[out, in]`."""
     try:
         if "embedding_A" in parts:  # such a matrix is [tokens, hidden], and B A its transpose
             return parts["embedding_B"].T, parts["embedding_A"].T
@@ -166,8 +167,8 @@ def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -> None:
-    """Raise ConfigError unless the base has a tensor of this name and shape that is not tied to
-    another one."""
+    """Raise ConfigError if the base has no tensor of this name and shape, or if embeddings and head
+    are one tensor and this is it."""
     if name in (_HEAD, _EMBEDDINGS) and (
         _HEAD not in base or (_EMBEDDINGS in base and torch.equal(base[_HEAD], base[_EMBEDDINGS]))
     ):

@@ -1,5 +1,5 @@
-"""Make the models that answer questions, in batches that fit into memory, and time them. Also
-measure a smaller model to compare with."""
+"""Prepare models to answer questions in batches that fit into memory, and time them. Also measure a
+smaller model, to compare."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def answerers(
     host_gb: float | None = None,
     device_gb: float | None = None,
 ) -> tuple[Answerer, Answerer]:
-    """Return sender and receiver, with batches that fit into the stated memory, or into free
-    memory."""
+    """Prepare sender and receiver, with batches that fit into the stated memory. If none is stated,
+    they fit into the free memory."""
     stated = pair.tokenizer, documents, pair.num_layers, (host_gb, device_gb)
     return answerer_of(pair.sender, *stated), answerer_of(pair.receiver, *stated)
 
@@ -43,8 +43,8 @@ def answerer_of(
     num_mixtures: int = 1,
     memory_gb: tuple[float | None, float | None] = (None, None),
 ) -> Answerer:
-    """Return a model that answers over `num_mixtures` mixtures at a time. `memory_gb` is for the
-    host and the device."""
+    """Prepare a model to answer over `num_mixtures` mixtures of KV at a time. `memory_gb` has the
+    limits in GiB for host and device."""
     layered, first = LayeredModel(model), documents[0]
     sample = *first.prefix[:SAMPLE_TOKENS], *first.questions[0].suffix[:SAMPLE_TOKENS]
     check_layers(layered, sample)
@@ -60,8 +60,8 @@ def time_costs(
     settings: Settings,
     console: Console,
 ) -> CostModel:
-    """Return a cost model that is valid for the lengths of these documents. Raises ConfigError if
-    it is not good enough. With a budget of 0 seconds any cost model is good enough."""
+    """Time the model, and return a cost model for these documents' lengths. Raises ConfigError if
+    its error is too large, unless the settings allow 0 seconds for timing."""
     positions = model.model.config.max_position_embeddings
     num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)
@@ -98,7 +98,7 @@ def measure_small(
     console: Console,
 ) -> Baseline:
     """Measure a smaller model's answers to these documents' held-out questions, by full prefill.
-    `costs` are the receiver's."""
+    `costs`, the receiver's cost model, turns its time into a number of the receiver's layers."""
     source, device = ModelSource(path=settings.small), choose_device(settings.device)
     model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
     tokenizer = load_tokenizer(source)

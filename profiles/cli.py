@@ -1,4 +1,4 @@
-"""`droidspeak profile`: makes a profile from a pair and data, and draws pictures of one."""
+"""Command `droidspeak profile`: make, show, verify or calibrate a pair's profile."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 # Heavy imports (torch, transformers, matplotlib) wait until a command runs.
 
 FAILED_GATE: Final = 3
-"""Exit status: everything worked, and the verdict is that the pair may not be reused."""
+"""Exit status if the command worked, and the verdict is that the pair may not be reused."""
 UNDECIDED: Final = 4
-"""Exit status: everything worked, but there are too few data to show that a verdict holds."""
+"""Exit status if the command worked, and there are too few data to show that a verdict holds."""
 
 AnySettings = TypeVar("AnySettings", Settings, DistillSettings)
 
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
-"""Pattern of the folders in an absolute path. They are cut from the command that a profile shows,
-because another machine does not have these folders."""
+"""Pattern of the folders in an absolute path. A profile shows its command without these folders,
+because another machine does not have them."""
 
 _VERDICT: Final = (
     *("passed", "reason", "controls", "recommended", "blocks", "first_difference", "metric"),
@@ -39,7 +39,8 @@ _VERDICT: Final = (
 
 
 class _Actions(argparse._SubParsersAction):
-    """Refuses flags before the action: argparse would take the action's defaults instead."""
+    """Refuses flags that precede the action: argparse would replace them by the action's
+    defaults."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
@@ -244,7 +245,7 @@ def _again(args: argparse.Namespace, *, is_json: bool = False) -> Again:
 
 
 def is_missing(args: argparse.Namespace, command: str, *names: str) -> bool:
-    """Say which of the required arguments is missing. Return whether one is missing."""
+    """Report the required arguments that are missing. Return whether any is missing."""
     missing = [f"--{name}" for name in names if not getattr(args, name)]
     if missing:
         complain("droidspeak", f"{command} needs {', '.join(missing)}")
@@ -269,8 +270,8 @@ def _say(verification: Verification) -> None:
 def settings_of(
     args: argparse.Namespace, defaults: Mapping[str, Any], of: type[AnySettings]
 ) -> AnySettings:
-    """Make settings of a class from the arguments. Arguments that the user omits take their value
-    from `defaults`."""
+    """Make settings of class `of` from the arguments. An argument that the user omits takes its
+    value from `defaults`."""
     stated = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
@@ -281,8 +282,8 @@ def settings_of(
 
 
 def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that made a profile. If the arguments name another template, settings
-    that belong to the profile's template are left out."""
+    """Return the settings that made a profile. If the arguments name another template, leave out
+    the settings that belong to the profile's template."""
     made = profile.made
     names = "dtype", "page_size", "chat", "max_prompt_tokens"
     settings: dict[str, Any] = {it: getattr(made, it) for it in names}

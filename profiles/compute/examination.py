@@ -1,10 +1,10 @@
 """Put a document's questions to the receiver over any mixture of KV sources.
 
-fast    The receiver's own answer is fed in, token by token, over all mixtures at once. The
-      result: how far the distributions are from those over the receiver's own KV.
-exact   The answer is decoded and judged by the data set's metric. If every token of the own
-      answer is still the most likely token, decoding would repeat it and is left out.
-      Otherwise the own answer is the draft: tokens that stay the same cost no step.
+fast    The answer by full prefill is fed in, over all mixtures at once. The result: how far the
+        next-token distributions are from full prefill's.
+exact   The answer is decoded greedily, and judged by the data set's metric. It is not decoded if
+        every token of full prefill's answer is still the most likely one: it would be the same.
+        Otherwise full prefill's answer is the draft: tokens that stay the same cost no step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from profiles.stats.measured import Score
 
 DIGITS: Final = 4
 FIRST_TOKENS: Final = 8
-"""Number of an answer's first tokens on which total variation is measured, as in the drift
+"""Number of first tokens of an answer on which total variation is measured, as in the drift
 guard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answerer:
-    """A model that answers questions, and how its answers become text."""
+    """A model that answers questions, with its tokenizer, end tokens and batch sizes."""
 
     model: LayeredModel
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Answerer:
     room: Room
 
     def answer(self, document: Document, kv: PrefixKV) -> list[Tokens]:
-        """Return greedy answers to all questions of the document, over the KV of one source."""
+        """Return greedy answers to all questions of the document. All layers read this KV of it."""
         mixture = (0,) * self.model.num_layers
         asked = [Asked(mixture, it.suffix, it.draft) for it in document.questions]
         return self.answer_all(document, [kv], asked)
@@ -65,8 +65,8 @@ class Answerer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def judged_by(self, answers: Sequence[Tokens], document: Document) -> Document:
-        """Return the document with these answers as its accepted answers, if its metric compares
-        with full prefill's answers. Otherwise return the document unchanged."""
+        """If the document's metric compares with full prefill's answers, return the document with
+        `answers` as its accepted answers. Otherwise return it unchanged."""
         if document.task.metric is not Metric.SAME:
             return document
         texts = [judged_part(document.task, self.text(it)) for it in answers]
@@ -76,7 +76,7 @@ class Answerer:
 
 
 class Examination:
-    """The questions of one document, compared with the receiver's behaviour over its own KV.
+    """Compares answers over any KV with answers over the receiver's own KV, for one document.
 
     `own` is the receiver's KV of the document; `answers` are its answers over that KV.
     """
@@ -87,7 +87,7 @@ class Examination:
         self._answerer, self._answers = answerer, answers
         self.document = answerer.judged_by(answers, document)
         suffixes = [it.suffix for it in document.questions]
-        # The last token of an answer predicts nothing that counts.
+        # An answer's last token is not fed in: what it predicts does not count.
         self._given = [(*it, *of[:-1]) for it, of in zip(suffixes, answers, strict=True)]
         self._lengths = torch.tensor([len(answer) for answer in answers])
         # For every answer token, in order: its question, its place in the answer, and the place in
@@ -104,7 +104,7 @@ class Examination:
     def examine(
         self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> list[tuple[Score, ...]]:
-        """Return scores by mixture, then by question. They include qualities if `is_decoded`.
+        """Return a score for each mixture and question. Scores include qualities if `is_decoded`.
 
         Raises ConfigError if logits are not finite.
         """
@@ -145,16 +145,17 @@ class Examination:
         ]
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
-        """Return `[mixtures, tokens, hidden]`: the residual streams that predict the answers'
-        tokens."""
+        """Return `[mixtures, tokens, hidden]`: the last layer's output wherever it predicts a token
+        of the answers."""
         rows = self._answerer.room.rows
         streams = forced(self._answerer.model, sources, mixtures, self._given, rows)
         return torch.stack([stream[self._question_of, self._place_of] for stream in streams])
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
-        """Return `[mixtures, 3, questions]`: the mean KL over all tokens, the mean total variation
-        over the first tokens, and the share of tokens that are not the most likely."""
+        """Return `[mixtures, 3, questions]`: the mean KL over an answer's tokens, the mean total
+        variation over its first tokens, and the share of its tokens that are not the most
+        likely."""
         model, lengths = self._answerer.model, self._lengths
         num_mixtures, num_tokens = streams.shape[:2]
         values = torch.empty(num_mixtures, 3, num_tokens)

@@ -5,8 +5,8 @@
     weight    1 / mean(x²) of each row, so that a few tokens of huge activations do not decide
 
 Sums over one part of the contexts fit the map. Sums over the other part choose the penalty (ridge)
-and say how much the map explains. Only sums are kept: hidden × 2 hidden float32, two per layer. A
-map is a whole matrix: on every real pair it explained more than maps of lower rank.
+and say how much the map explains. Only these two sums per layer are kept: hidden × 2 hidden float32
+each. A map is a whole matrix: on every real pair it explained more than maps of lower rank.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from profiles.compute.study import DocumentPasses
 PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
 """Penalties to try, relative to the mean variance of a column of E."""
 NUM_FITTED: Final = 36
-"""Number of contexts of each task on which maps are fitted."""
+"""Largest number of contexts of each task on which maps of E are fitted."""
 TRYING: Final = 4
-"""One context in each group of this many chooses the penalty; the others fit the map."""
+"""In each group of this many contexts, one chooses the penalty of a map. The others fit the map."""
 
 
 class Moments:
-    """Sums over tokens of one layer of one pair."""
+    """Sums over tokens from which a map of E at one layer is fitted."""
 
     def __init__(self, hidden: int, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros(hidden + 1, 2 * hidden + 1, device=device)
@@ -38,7 +38,7 @@ class Moments:
         self._squares = 0.0
 
     def add(self, theirs: Tensor, ours: Tensor) -> None:
-        """Add E of the same tokens from both models, `[..., tokens, hidden]`."""
+        """Add tokens to the sums: both models' E of the same tokens, `[..., tokens, hidden]`."""
         x, y = (it.to(self._sums.device).float().flatten(0, -2) for it in (theirs, ours))
         weight = x.square().mean(1, keepdim=True).clamp(min=1e-12).rsqrt()
         rows = torch.cat([x * weight, weight, (y - x) * weight], 1)
@@ -52,14 +52,14 @@ class Moments:
 
     @property
     def distance(self) -> float:
-        """Mean square of the difference between the two E, divided by the mean square of the
+        """Mean square of the difference between both models' E, divided by the mean square of the
         sender's E."""
         hidden = self._sums.shape[0] - 1
         norm = float(self._sums[:hidden, :hidden].diagonal().sum())
         return self._squares / norm
 
     def solve(self, penalty: float) -> Correction:
-        """Return the map fitted with this penalty."""
+        """Return the map of E that these sums give with this penalty."""
         sums = self._sums.double()
         hidden = sums.shape[0] - 1
         mean = sums[hidden] / sums[hidden, hidden]
@@ -71,7 +71,7 @@ class Moments:
         return Correction(bias.float(), matrix.float().contiguous())
 
     def explained(self, correction: Correction) -> float:
-        """Return the share of the squared distance between the two E that a map removes."""
+        """Return the share of the squared distance between both models' E that a map removes."""
         sums = self._sums.double()
         hidden = sums.shape[0] - 1
         whole = torch.cat([correction.matrix, correction.bias[None]]).double()
@@ -81,9 +81,9 @@ class Moments:
 
 
 def fit(first: Moments, second: Moments) -> tuple[Correction, float]:
-    """Return a map and the share that it explains on contexts not used to fit it. Maps are fitted
-    on the first contexts with each penalty, and tried on the second contexts, which choose the
-    penalty. The returned map is fitted on both."""
+    """Fit a map with each penalty on `first`, and choose the penalty with which it explains most of
+    `second`. Return the map fitted on both with this penalty, and the share of the distance in
+    `second` that the chosen map of `first` explained."""
     explained = {it: second.explained(first.solve(it)) for it in PENALTIES}
     best = max(PENALTIES, key=explained.__getitem__)
     return (first + second).solve(best), round(explained[best], 6)
@@ -95,8 +95,8 @@ def fit_maps(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[EMap, Correction]:
-    """Return a map for each layer at which the E of both models is kept. A layer has none if its
-    map explains nothing, or if there were too few contexts. Contexts are taken one by one."""
+    """Fit a map at each layer, from E of both models. There is no map for a layer if it would
+    explain nothing, or if there are too few contexts. Contexts are taken one by one."""
     parts: dict[int, tuple[Moments, Moments]] = {}
     num_contexts = 0
     for passes in contexts:

@@ -1,4 +1,4 @@
-"""Steps that a run has measured, on disk, so that the same command continues after them.
+"""Keep the results of measured steps on disk, so that the same command continues a stopped run.
 
 The file has one JSON line per step, written when the step is done. A line that a kill cut short is
 dropped.
@@ -21,36 +21,35 @@ from profiles.stats.measured import Score
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Results of one step: a measurement on one document of one split, which needs prefix
-    passes."""
+    """Results of one step. A step is a measurement on one document of one split."""
 
     split: str
     document: str
-    """The document's key (`profiles.data.documents`)."""
+    """Key of the document, made by `profiles.data.documents`."""
     step: str
     passes: int
-    """Number of prefix passes that the step took, including passes repeated after an
-    interruption."""
+    """Number of passes over the document's prefix that the step took. Passes repeated after an
+    interruption count too."""
     seconds: float
     answers: tuple[Tokens, ...] = ()
-    """The receiver's own answers, if the step made them."""
+    """The receiver's answers by full prefill, if the step made them."""
     own: tuple[float, ...] = ()
-    """Quality of the receiver's own answers."""
+    """Quality of the receiver's answers by full prefill."""
     sender: tuple[float, ...] = ()
     """Quality of the sender's answers, if the step made them."""
     scores: tuple[tuple[Score, ...], ...] = ()
-    """Scores by mixture in the step's order, then by question."""
+    """Scores by mixture of KV, in the step's order, then by question."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
-    """The timed cost model, which is the first entry of a run."""
+    """The timed cost model of a run, as the first entry of its journal."""
 
     costs: CostModel
 
 
 class Journal:
-    """Entries by key, kept in a file that one run owns. Raises ConfigError if another run owns
-    it."""
+    """Entries of a run by split, document and step, kept in a file. Raises ConfigError if another
+    run owns the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,11 +63,11 @@ class Journal:
 
     @classmethod
     def beside(cls, out: Path, *decisive: object) -> Journal:
-        """Open the journal for a file that will be written to `out`. `decisive` are all values that
+        """Open the journal of a run that will write the file `out`. `decisive` are all values that
         the measurements depend on.
 
-        A step finds its scores by place only. So if one of these values changes, the run needs
-        another journal.
+        Scores are stored by place, without names. So a run with other decisive values needs another
+        journal.
         """
         named = decisive, Score.__struct_fields__
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]
@@ -92,7 +91,7 @@ class Journal:
         return self._entries.get((split, document, step))
 
     def documents(self, split: str) -> list[str]:
-        """Keys of the documents that have entries, in the order in which they were measured."""
+        """Keys of the split's documents with entries, in the order in which they were measured."""
         return [*dict.fromkeys(of for named, of, _ in self._entries if named == split)]
 
     def put(self, entry: Entry | Timed) -> None:
@@ -126,7 +125,7 @@ class Journal:
 
 @contextlib.contextmanager
 def temporary_journal() -> Iterator[Journal]:
-    """Return a journal that is deleted at the end of the block."""
+    """Yield a journal that is deleted at the end of the `with` block."""
     with tempfile.TemporaryDirectory(prefix="droidspeak-profile-") as folder:
         journal = Journal(Path(folder) / "journal.jsonl")
         try:

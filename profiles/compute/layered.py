@@ -1,8 +1,8 @@
 """A transformers decoder taken apart: run any span of its layers, over any keys and values.
 
-It works for models whose decoder layers have the names of Llama's (`models.ARCHITECTURES`), without
-sliding windows, with SDPA attention, in any dtype and on any device. Results that outlast a call
-are in host memory, one tensor per layer; everything else is on the model's device.
+It works for models with decoder layers named like Llama's (`models.ARCHITECTURES`), without sliding
+windows, with SDPA attention, in any dtype, on any device. Results that outlast a call are in host
+memory, one tensor per layer. All else is on the model's device.
 
 For every row of a batch, attention sees:
 
@@ -29,12 +29,12 @@ KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[rows, kv_heads, tokens, head_dim]` each."""
 
 PrefixKV = Sequence[KV | None]
-"""KV of one prefix, layer by layer, with one row. A layer is None if no caller may read it."""
+"""KV of one prefix by layer, with one row. None for a layer of which this source has no KV."""
 
 HOST: Final = torch.device("cpu")
 
 ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest difference of logits, relative to the largest logit, that rounding alone explains."""
+"""Difference of logits that rounding alone explains, as a share of the largest logit, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Prefix:
 
 
 class GrowingKV:
-    """One layer's KV of several rows. They share a past, which is copied once, and each row has
-    room for its own tokens.
+    """One layer's KV for the rows of a batch. Each row begins with a copy of the shared past, and
+    has room for tokens of its own.
 
-    Attention reads it in place, so a token costs no copy of earlier tokens. A new token overwrites
-    a guess that was at its place.
+    Attention reads this buffer in place, so a new token needs no copy of earlier tokens. A new
+    token overwrites a wrong guess at its place.
     """
 
     def __init__(self, past: KV, num_rows: int, room: int) -> None:
@@ -63,11 +63,11 @@ class GrowingKV:
             _, heads, num_tokens, size = tensor.shape
             whole = tensor.new_empty(num_rows, heads, num_tokens + room + 1, size)
             whole[:, :, :num_tokens] = tensor
-            whole[:, :, num_tokens:] = 0  # places not yet written weigh 0
+            whole[:, :, num_tokens:] = 0  # Unwritten places must be finite; their weight is 0.
             self._whole.append(whole)
 
     def begin(self, num_rows: int, placement: Placement) -> GrowingKV:
-        """Prepare for the new tokens of `num_rows` rows, at most all rows, at this placement."""
+        """Set where `update` will store the new tokens of the first `num_rows` rows."""
         self._num_rows, self._placement = num_rows, placement
         return self
 
@@ -87,13 +87,13 @@ class Placement:
 
     positions: Tensor
     columns: Tensor
-    """Columns of the new tokens' keys and values. Padding is in the last columns; no token reads
-    these."""
+    """Columns of a `GrowingKV` for the new tokens' keys and values. Padding goes to the last
+    column, which no token reads."""
     rotary: tuple[Tensor, Tensor]
     mask: Tensor
 
     def of_rows(self, rows: Tensor) -> Placement:
-        """Return the placement of some rows of a batch."""
+        """Return the placement of these rows of the batch."""
         cos, sin = self.rotary
         rotary = cos[rows], sin[rows]
         return Placement(self.positions[rows], self.columns[rows], rotary, self.mask[rows])
@@ -119,7 +119,7 @@ class LayeredModel:
         """Bytes of E of one token."""
         of_layer = sum(it.numel() for it in self.layers[0].parameters())
         self.head_layers = model.get_input_embeddings().weight.numel() / of_layer
-        """Compute of the output head for one token, as a number of layers."""
+        """Work of the output head for one token, relative to the work of one layer."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed `[rows, tokens]` as `[rows, tokens, hidden]`."""
@@ -135,7 +135,7 @@ class LayeredModel:
     @torch.inference_mode()
     def recompute(self, entering: Tensor, layers: Span) -> PrefixKV:
         """Compute KV of `layers` from the residual stream `[1, tokens, hidden]` that enters the
-        first."""
+        first of them."""
         kv, _ = self._run(entering.to(self.device), layers, ())
         return [kv.get(layer) for layer in range(self.num_layers)]
 
@@ -161,7 +161,8 @@ class LayeredModel:
     def _run(
         self, hidden: Tensor, layers: Span, e_layers: Collection[int]
     ) -> tuple[dict[int, KV], dict[int, Tensor]]:
-        """Return KV and E by layer. The last layer computes only its keys and values."""
+        """Return KV of `layers` and E, by layer. The last layer computes only its keys and
+        values."""
         made, e = {}, {}
         for layer in layers:
             if layer in e_layers:
@@ -174,18 +175,18 @@ class LayeredModel:
         return made, e
 
     def _begin(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return positions of a whole prefix, and their rotation."""
+        """Return the positions of a whole prefix's tokens, and their rotation."""
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
         return positions, self._rotary(hidden, positions)
 
     @torch.inference_mode()
     def blend(self, ids: Sequence[int], counts: Sequence[int], past: PrefixKV) -> list[KV]:
-        """Compute KV of a prefix of which layer i recomputes `counts[i]` tokens, never more than
-        layer i - 1 did (CacheBlend, EuroSys '25, §4.3).
+        """Compute a prefix's KV as CacheBlend does (EuroSys '25, §4.3). Layer i recomputes
+        `counts[i]` tokens; counts never rise from layer to layer.
 
-        A layer continues with the tokens that differed most from `past` at the layer before. If no
-        token differed, it continues with all of them. A token attends to the recomputed tokens and,
-        in place of all other tokens, to `past`.
+        A layer recomputes the tokens with the largest difference between new KV and `past` at the
+        layer before. If no token differed, it recomputes the same tokens as the layer before. For
+        all tokens that a layer does not recompute, attention reads `past`.
         """
         hidden = self.embed(torch.tensor([list(ids)]))
         chosen = torch.arange(len(ids), device=self.device)
@@ -211,10 +212,10 @@ class LayeredModel:
         return made
 
     def place(self, num_past: int, num_kept: Sequence[int], num_new: Sequence[int]) -> Placement:
-        """Place new tokens behind a past that all rows share and behind each row's own kept tokens.
+        """Return the placement of new tokens, behind the shared past and each row's earlier tokens.
 
-        Row i keeps `num_kept[i]` tokens and has `num_new[i]` new ones. Its other columns, up to the
-        longest row's, are padding; no result depends on them.
+        Row i has `num_kept[i]` earlier tokens and `num_new[i]` new ones. Its other columns, up to
+        the longest row's, are padding; no result depends on them.
         """
         first, length = (
             torch.tensor(it, device=self.device)[:, None] for it in (num_kept, num_new)
@@ -231,7 +232,7 @@ class LayeredModel:
     def step(self, layer: int, hidden: Tensor, seen: GrowingKV, placement: Placement) -> Tensor:
         """Run one layer over new tokens `[rows, new, hidden]`, and store their KV in `seen`.
 
-        The placement has these rows, or one row that holds for all.
+        The placement has as many rows, or one row that holds for all.
         """
         cache = seen.begin(len(hidden), placement)
         return self._call(
@@ -275,10 +276,10 @@ class LayeredModel:
 
 
 def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
-    """Raise ConfigError if logits differ from the model's own forward in the installed
-    transformers.
+    """Raise ConfigError if logits computed layer by layer differ from the logits of the model's own
+    forward in the installed transformers.
 
-    `ids` are at least two tokens.
+    `ids` has at least two tokens.
     """
     half = len(ids) // 2
     with torch.inference_mode():
@@ -305,7 +306,7 @@ class _Enough(Exception):
 
 
 class _Keep:
-    """A layer's cache that begins empty and keeps what it gets."""
+    """A cache of one layer. It is empty at first, and keeps the keys and values that it gets."""
 
     kv: KV
 
@@ -321,7 +322,7 @@ class _OnlyKV(_Keep):
 
 
 class _Replace(_Keep):
-    """A layer's cache in which some tokens of a whole prefix are replaced."""
+    """A cache of one layer that replaces some tokens of a whole prefix's KV."""
 
     def __init__(self, past: KV, chosen: Tensor) -> None:
         self.kv, self._chosen = past, chosen

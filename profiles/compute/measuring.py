@@ -1,5 +1,5 @@
-"""Measure every block of some contexts by KL, and any plan by the metric. Works on the training
-split or the held-out one, and measures the alternatives to plans, too.
+"""Measure plans and their alternatives on the documents of one split: every block by KL, any plan
+by the metric.
 
     for each context
       the sender's pass: KV, and E at every layer at which a block starts
@@ -7,7 +7,7 @@ split or the held-out one, and measures the alternatives to plans, too.
       for each start s > 0: the receiver's layers from s over the sender's E ─► blocks [s, e)
       for each CacheBlend budget: its tokens at all layers
 
-At group 1, all blocks of a context take L + 1 passes together.
+With `--group 1`, all blocks of a context together take L + 1 passes over it, for L layers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, 
 
 NUM_SWEPT: Final = 12
 """Number of contexts of each task on which blocks are compared by KL. This is enough: we chose the
-best block of a size on 12 of 24 contexts of two real pairs. Over all 24, it had 0.1 % and 2 % more
-KL than the best block."""
+best block of a size on 12 of 24 contexts of two real pairs. Over all 24, the chosen block had 0.1 %
+and 2 % more KL than the best block."""
 
 
 def sweep_steps(
     documents: Sequence[Document], blocks: Iterable[Span], num_layers: int, *, pruned: bool
 ) -> list[Step]:
-    """Return the steps that measure, by KL, each layer reused alone and every block. Unless
+    """Return the steps that measure, by KL, every block, and the reuse of each single layer. Unless
     `pruned`, they also measure by the metric."""
     alone = [Candidate(alone=layer) for layer in range(num_layers)]
     return screening_steps(
@@ -51,7 +51,7 @@ def screening_steps(
     is_decoded: bool = False,
 ) -> list[Step]:
     """Return the steps that measure candidates on the documents on which all blocks are compared.
-    Neighbouring candidates that begin with the same E take one pass."""
+    Consecutive candidates that begin with the same E share a step."""
     begins = groupby(candidates, lambda it: (it.runs and it.runs[0].start, it.map_sha256))
     together = [tuple(same) for _, same in begins]
     return [
@@ -74,7 +74,7 @@ def judging_steps(
 def comparing_steps(
     documents: Sequence[Document], others: Sequence[Candidate], num_layers: int
 ) -> list[Step]:
-    """Return the steps for plans that the gate does not judge, by the metric on some documents."""
+    """Return the steps that measure plans which the gate does not judge, on some documents."""
     shown = set(first_of_each_task(documents, NUM_SHOWN))
     return [it for it in judging_steps(documents, others, num_layers) if it.place in shown]
 
@@ -82,7 +82,7 @@ def comparing_steps(
 def measure(
     bench: Bench, split: str, documents: Sequence[Document], steps: Iterable[Step]
 ) -> Measured:
-    """Take the steps, which are ordered by document."""
+    """Measure a split's documents. The steps of one document must follow each other."""
     references: list[Entry] = []
     by_plan: dict[Candidate, list[Sequence[Score]]] = {FULL_REUSE: []}
     for place, of_document in groupby(steps, attrgetter("place")):
@@ -103,8 +103,8 @@ def measure(
 
 
 def places_swept(documents: Sequence[Document], *, pruned: bool) -> list[int]:
-    """Return the places of the documents on which every block is measured: the first ones of each
-    task if `pruned`, else all."""
+    """Return the indices of the documents on which every block is measured: the first documents of
+    each task if `pruned`, else all."""
     return first_of_each_task(documents, NUM_SWEPT if pruned else len(documents))
 
 

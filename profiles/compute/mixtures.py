@@ -1,7 +1,7 @@
 """Run the receiver over a question while each layer reads the KV of its own source.
 
-A mixture names a source for every layer: the sender's KV, the receiver's own, or a recompute's.
-Mixtures that agree up to a layer share the work up to that layer:
+A mixture names a source for every layer: the sender's KV, the receiver's own KV, or KV of a
+recomputed block. Mixtures that agree up to a layer share the work up to that layer:
 
     layer      0  1  2  3  4  5
     [2, 4)     S  S  N  N  S  S     S  sender's       N  new, made from the sender's E at 2
@@ -21,7 +21,7 @@ from torch import Tensor
 from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
 
 Mixture = tuple[int, ...]
-"""Index of a source for each layer."""
+"""For each layer, the index of the source of its KV."""
 
 
 @torch.inference_mode()
@@ -32,7 +32,7 @@ def forced(
     texts: Sequence[Sequence[int]],
     max_rows: int,
 ) -> list[Tensor]:
-    """Run texts over every mixture.
+    """Run known texts over every mixture of KV, without decoding.
 
     Returns for each mixture the residual stream after the last layer, `[texts, tokens, hidden]`.
     Values behind a text's own tokens do not count. At most `max_rows` texts go through a layer at a
@@ -64,13 +64,13 @@ def forced(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question to answer over a mixture."""
+    """A question to answer over one mixture of KV."""
 
     mixture: Mixture
     suffix: tuple[int, ...]
     draft: tuple[int, ...] = ()
-    """A guess of the answer. It only saves time: the tokens that are right take one step
-    together."""
+    """A guess of the answer. It only saves time: a step accepts all tokens of the guess that are
+    right."""
 
 
 def decode(
@@ -82,10 +82,10 @@ def decode(
     ends: frozenset[int],
     max_rows: int,
 ) -> list[list[int]]:
-    """Return greedy answers, in order. A complete answer includes its end token.
+    """Return greedy answers, in the questions' order. A complete answer includes its end token.
 
-    At most `max_rows` answers are decoded together, and at most `max_rows` distributions exist at a
-    time.
+    At most `max_rows` answers are decoded together, and at most `max_rows` next-token distributions
+    exist at a time.
     """
     answers: list[list[int]] = []
     for first in range(0, len(asked), max_rows):
@@ -96,7 +96,7 @@ def decode(
 
 
 class _Row:
-    """An answer, as far as it is known, and the tokens that the next step runs for it.
+    """One answer during decoding: its tokens so far, and the tokens to run in the next step.
 
     # given   known tokens that have not gone through the layers, then guesses from the draft
     """
@@ -107,7 +107,7 @@ class _Row:
         self.num_known = len(asked.suffix)
         """Number of tokens in `given` that are known. The other tokens are guesses."""
         self.num_kept = 0
-        """Number of tokens that have gone through the layers and are right."""
+        """Number of right tokens that have gone through the layers."""
         self.most = len(asked.suffix) + max_new
         self._draft, self._place, self._max_new, self._ends = asked.draft, 0, max_new, ends
 
@@ -124,8 +124,8 @@ class _Row:
                 break
             right += 1
         self.num_kept += self.num_known + right
-        # The draft continues behind its nearest equal token, or behind its old place if it has
-        # none.
+        # Continue the draft behind its nearest token that equals the last one. Without such a
+        # token, continue behind the old place.
         place, last = self._place + right, self.answer[-1]
         places = [i for i, it in enumerate(self._draft) if it == last]
         self._place = min(places, key=lambda i: abs(i - place), default=place) + 1
@@ -180,6 +180,6 @@ def _decode(
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return `[rows, tokens]`, with padding behind each row's tokens."""
+    """Return `[rows, tokens]`, with padding at the end of each row."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

@@ -2,7 +2,8 @@
 
 Everything that makes a pair impossible is found before any weights are read. The error is one line.
 
-SGLang pins the release of transformers; `check_layers` finds what a newer release does differently.
+SGLang pins one release of transformers. `check_layers` finds whether another release computes
+differently.
 """
 
 from __future__ import annotations
@@ -50,26 +51,26 @@ ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
         *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"),
     )
 }
-"""Model classes with caches that a server can reuse."""
+"""Supported model classes: their caches can be reused by a server."""
 _FAMILY_FIELDS: Final = tuple(
     field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
 )
-"""Fields that servers compare in their handshake, and that are properties of a model."""
+"""Properties of a model that servers compare in their handshake."""
 _BEGINS_AS_STATED: Final = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
-"""Tokenizers, also in their fast variants, for which SGLang obeys `add_bos_token`. It is true if
-the config does not state it."""
+"""Tokenizer classes for which SGLang obeys `add_bos_token` of the config, and for their fast
+variants. If the config does not state it, it is true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """The place of a model: a checkpoint folder, and the folder of a PEFT adapter on it, if any."""
+    """Folders of a model: its checkpoint, and the PEFT adapter on it, if any."""
 
     path: Path
     adapter: Path | None = None
 
     @property
     def name(self) -> str:
-        """Name for people: the name of the last folder."""
+        """Name for messages: the adapter's folder, or else the checkpoint's folder."""
         return (self.adapter or self.path).resolve().name
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ class Pair:
     sender_identity: ModelIdentity
     receiver_identity: ModelIdentity
     first_difference: int
-    """First layer at which the models' tensors differ, see `cachetree.checkpoint.identity`."""
+    """First layer at which the models' tensors differ; see `cachetree.checkpoint.identity`."""
 
     @property
     def num_layers(self) -> int:
@@ -95,16 +96,16 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supported:
-    """A source that was looked at and may be loaded."""
+    """A model that may be loaded: its files were checked, its weights not read yet."""
 
     source: ModelSource
     identity: ModelIdentity
     config: PretrainedConfig
-    """Config as it would be if the weights were not quantised."""
+    """The model's config without its quantisation."""
     quantization: Quantization | None
 
     def read_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Read the base's weights; quantised ones become `dtype`."""
+        """Read the base's weights. Quantised matrices are returned in `dtype`."""
         weights = read_weights(self.source.path)
         return matrices(weights, self.quantization, dtype) if self.quantization else weights
 
@@ -117,12 +118,12 @@ def load_pair(
     device: torch.device = HOST,
     sender_device: torch.device | None = None,
 ) -> Pair:
-    """Load both models in `dtype` on `device`, or the sender on a device of its own. A base that
-    both share is read once.
+    """Load both models in `dtype`: the receiver on `device`, the sender on `sender_device` or else
+    on `device`. A base that both share is read once.
 
-    On the CPU the models may share tensors that no adapter touches: write to neither. Raises
-    ConfigError with field, values and remedy if one model is not supported, or if the two are no
-    pair.
+    On the CPU, the models may share tensors that no adapter changes: write to neither model. Raises
+    ConfigError with field, values and remedy if a model is not supported, or if the models are not
+    of one family.
     """
     theirs, ours = look_at_pair(sender, receiver)
     differs_at = first_difference(
@@ -145,8 +146,8 @@ def load_pair(
 def load_line(
     sources: Sequence[ModelSource], *, dtype: torch.dtype, device: torch.device
 ) -> list[Pair]:
-    """Load each model of a line once, and return the consecutive pairs. Raises ConfigError like
-    `load_pair`."""
+    """Load each model of a line once, and return its pairs of consecutive models. Raises
+    ConfigError like `load_pair`."""
     pairs = [load_pair(*sources[:2], dtype=dtype, device=device)]
     for sender, receiver in pairwise(sources[1:]):
         theirs, ours = look_at_pair(sender, receiver)
@@ -165,7 +166,7 @@ def load_line(
 def load_model(
     source: ModelSource, *, dtype: torch.dtype = torch.float32, device: torch.device = HOST
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode, its adapter merged in float64 and then cast.
+    """Load a model in evaluation mode, its adapter merged in float64 and then cast to `dtype`.
 
     Raises ConfigError if the model is not supported.
     """
@@ -174,7 +175,7 @@ def load_model(
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """Load the base's tokenizer: an adapter does not change which ids a text becomes."""
+    """Load the base's tokenizer. An adapter does not change how a text is split into tokens."""
     try:
         return _tokenizer_of_server(source.path)
     except Exception as exc:  # tokenizers raises nothing narrower
@@ -192,7 +193,7 @@ def look_at_pair(sender: ModelSource, receiver: ModelSource) -> tuple[Supported,
 
 
 def look_at(source: ModelSource) -> Supported:
-    """Return everything that is known without reading weights. Raises ConfigError."""
+    """Check a model's files without reading weights. Raises ConfigError if it is not supported."""
     _require_plain_folder(source.path)
     identity = read_model_identity(source.path, user_cache(), source.adapter)
     if identity.architecture not in ARCHITECTURES:
@@ -220,9 +221,9 @@ def look_at(source: ModelSource) -> Supported:
 
 
 def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
-    """Mend a tokenizer as SGLang's `get_tokenizer` does. For some folders, transformers 5 makes
-    another class than the folder states, ignores `add_bos_token`, or adds parts that tokenizer.json
-    lacks."""
+    """Load a tokenizer, and mend it as SGLang's `get_tokenizer` does. For some folders,
+    transformers 5 makes another class than the folder states, ignores `add_bos_token`, or adds
+    parts that tokenizer.json lacks."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     file = path / "tokenizer_config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -245,8 +246,8 @@ def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _require_plain_folder(path: Path) -> None:
-    """Refuse a folder of whole weights that also has an adapter. If peft is installed, transformers
-    would apply the adapter."""
+    """Raise ConfigError if a model's folder also has an adapter, or has only an adapter. If peft is
+    installed, transformers would apply the adapter."""
     if not (path / ADAPTER_CONFIG).is_file():
         return
     if (path / "config.json").is_file():
@@ -291,8 +292,8 @@ def _require_one_family(theirs: Supported, ours: Supported) -> None:
 def _build(
     model: Supported, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Build a model from its base's weights, which it may share with another model, and from its
-    adapter."""
+    """Build a model from its base's weights and its adapter. Another model may share these
+    weights."""
     path, adapter = model.source.path, model.source.adapter
     if adapter is not None:
         weights = with_adapter(weights, adapter, dtype)
@@ -309,7 +310,7 @@ def _build(
         raise ConfigError(
             f"the weights of {path} do not fit its config.json: {_line(exc)}; download both again"
         ) from exc
-    if info["missing_keys"]:  # transformers would make them up
+    if info["missing_keys"]:  # transformers would fill them with random numbers
         raise ConfigError(
             f"{path} lacks {', '.join(sorted(info['missing_keys']))}; download or save it again"
         )

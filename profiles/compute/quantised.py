@@ -1,14 +1,15 @@
 """Read AWQ, GPTQ and FP8 checkpoints as the matrices that they encode.
 
     awq     qweight [in, out/8], qzeros [in/group, out/8], scales [in/group, out]
-          (q - z) s; a word has columns 0 2 4 6 1 3 5 7, from its lowest bits on
-    gptq    qweight [in bits/32, out], qzeros [in/group, out bits/32], scales, g_idx [in]: groups,
-          in their order if it is missing
-          (q - z - 1) s; without the 1 if checkpoint_format is gptq_v2
-    fp8     weight [out, in], weight_scale_inv of its blocks, or weight_scale of it or of its rows
-          w s
+            (q - z) s; a word has columns 0 2 4 6 1 3 5 7, from its lowest bits on
+    gptq    qweight [in bits/32, out], qzeros [in/group, out bits/32], scales [in/group, out],
+            g_idx [in], the group of each input; without it, groups have consecutive inputs
+            (q - z - 1) s; without the 1 if checkpoint_format is gptq_v2
+    fp8     weight [out, in], and weight_scale_inv with a scale per block, or weight_scale with one
+            scale or one per row
+            w s
 
-Kernels multiply by exactly these values. FP8 kernels also round the other factor; this module does
+Kernels multiply by exactly these values. FP8 kernels also round the activations; this module does
 not.
 """
 
@@ -32,8 +33,8 @@ _AWQ_COLUMNS: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def check_quantization(file: Path, quantization: Quantization) -> None:
-    """Raise ConfigError if this module cannot read matrices quantised as `quantization` says. Reads
-    no file; the error names `file`."""
+    """Raise ConfigError if this module cannot read a checkpoint with this `quantization_config`.
+    The error names `file`, which is not read."""
     method = quantization.get("quant_method")
     bits = quantization.get("bits")
     is_known = {
@@ -94,7 +95,8 @@ def _gptq(
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack `[rows, words]` into `[rows, values]`. A word's lowest bits are its first value."""
+    """Unpack words of several values, `[rows, words]`, into `[rows, values]`. A word's lowest bits
+    are its first value."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 

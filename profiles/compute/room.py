@@ -1,6 +1,6 @@
-"""How much of a document's work fits into the memory that the profiler may use.
+"""Choose batch sizes that fit into the memory that the profiler may use.
 
-Beside the two models' weights it holds, for one document at a time,
+Beside both models' weights, memory holds, for one document at a time:
 
     KV of the sender, of the receiver, of recomputes; E of the sender    host    by prefix length
     tensors of one layer over a whole prefix, attention masks            device  by prefix length
@@ -9,10 +9,12 @@ Beside the two models' weights it holds, for one document at a time,
     distributions over the vocabulary                                    device  sized to the rest
     sums that maps of E are fitted on, for all their layers              device  during the fit
 
-If the device is the host, one bound holds for both. All but the first are freed and made again,
-layer after layer. Freed memory is not at once the system's: glibc unmaps blocks from 32 MiB on, and
-smaller blocks leave holes that the next, of other sizes, may not fit into. So as many bytes as are
-freed are set aside for the holes.
+If the device is the host, one limit holds for both. Everything except the first line is freed and
+made again, layer after layer.
+
+The system does not get all freed memory at once: glibc returns blocks from 32 MiB on. Smaller
+blocks leave holes, into which the next blocks, of other sizes, may not fit. So we reserve as many
+bytes for holes as are freed.
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ from profiles.environment import free_memory_bytes
 
 GIB: Final = 1 << 30
 FREE_SHARE: Final = 0.8
-"""Share of the free memory that may be used if no bound is stated."""
+"""Share of the free memory that may be used if the user states no limit."""
 MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
 MOST_HOLES: Final = GIB // 2
-"""Largest number of bytes in holes: sixteen blocks just too small to be unmapped. A layer never has
-more of them at a time."""
+"""Largest number of bytes to reserve for holes between blocks of memory: sixteen blocks just too
+small to return to the system. A layer never has more of them at a time."""
 SOLVING: Final = 4
-"""Factor between the memory for solving one map in float64 and the map's sums."""
+"""Memory to solve for one map of E in float64, as a multiple of the map's sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Largest batches that fit on the device."""
+    """Largest batch sizes for which the device has memory."""
 
     rows: int
-    """Number of rows that go through a layer together."""
+    """Number of batch rows that go through a layer together."""
     positions: int
     """Number of tokens that may have a distribution over the vocabulary at the same time."""
 
@@ -58,12 +60,12 @@ class Bounds:
 
     host: int
     device: int | None = None
-    """None if the device is the host."""
+    """None if the device is the host: then `host` limits both."""
 
 
 def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.device) -> Bounds:
-    """Return the stated bounds, in GiB. Without a stated bound, return most of the memory that is
-    free now."""
+    """Return the memory limits that the user states in GiB. Without a stated limit, use most of the
+    memory that is free now."""
     free = free_memory_bytes()
     host = int(FREE_SHARE * free if host_gb is None else host_gb * GIB)
     if device.type == "cpu":
@@ -76,7 +78,7 @@ def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.devi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes that one model needs, per token or per layer."""
+    """Bytes that the parts of one model's work take."""
 
     num_layers: int
     kv: int
@@ -84,10 +86,10 @@ class Sizes:
     e: int
     """Bytes of E of one token."""
     attended: int
-    """Bytes of a token's K and V as attention reads them: joined, and repeated for every query
+    """Bytes of a token's K and V in attention: as stored, and once more repeated for every query
     head."""
     inner: int
-    """Bytes of a token inside a layer, at the widest point."""
+    """Largest number of bytes that one token takes inside a layer at a time."""
     seen: int
     """Bytes that each key takes in one query's mask, while the mask is made."""
     distribution: int
@@ -127,18 +129,18 @@ def _mlp(config: PretrainedConfig) -> int:
 
 
 def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
-    """Bytes on the device that do not depend on the sizes of batches."""
+    """Bytes that a document takes on the device, whatever the batch sizes are."""
     num_prefix = len(document.prefix)
     num_rows, num_suffix = len(document.questions), longest_suffix(document)
     one_pass = num_prefix * (sizes.inner + sizes.attended)
     mask = num_prefix * num_prefix * sizes.seen
-    # Four: entering a layer, read by one source, leaving it in parts, joined.
+    # Four copies: entering a layer, collected for one source, leaving in parts, joined.
     streams = 4 * (num_mixtures + 1) * num_rows * num_suffix * sizes.e
     return _with_holes(one_pass + mask + streams)
 
 
 def row_bytes(sizes: Sizes, document: Document) -> int:
-    """Bytes of one row in one layer. While the row is decoded, its KV of all layers counts, too."""
+    """Bytes of one batch row: its work in one layer, its KV of all layers, and one distribution."""
     num_suffix = longest_suffix(document)
     num_tokens = len(document.prefix) + num_suffix
     mask = num_suffix * num_tokens * sizes.seen
@@ -155,8 +157,8 @@ def longest_suffix(document: Document) -> int:
 def make_room(
     sizes: Sizes, documents: Iterable[Document], num_mixtures: int, bounds: Bounds
 ) -> Room:
-    """Return the largest batch sizes at which the work on every document fits. Raises ConfigError
-    if not even one row fits."""
+    """Return the largest batch sizes at which the work on every document fits into memory. Raises
+    ConfigError if not even one row fits."""
     rows, positions = MOST_ROWS, MOST_POSITIONS
     for document in documents:
         on_host = _kept_bytes(sizes, document)
@@ -170,7 +172,7 @@ def make_room(
 
 
 def most_needed(sizes: Sizes, documents: Iterable[Document]) -> int:
-    """Bytes of host and device that the largest document needs in addition to the weights."""
+    """Bytes, of host and device together, that the largest document needs beside the weights."""
     return max(_kept_bytes(sizes, it) + _least_bytes(sizes, it, 1) for it in documents)
 
 
@@ -181,7 +183,7 @@ def _kept_bytes(sizes: Sizes, document: Document) -> int:
 
 
 def _least_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
-    """Bytes that a document takes on the device if rows and distributions go one by one."""
+    """Bytes that a document takes on the device with batches of one row and one distribution."""
     most = max(row_bytes(sizes, document), sizes.distribution)
     return held_bytes(sizes, document, num_mixtures) + _with_holes(most)
 
@@ -189,7 +191,7 @@ def _least_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
 def require_fitting(
     sizes: Sizes, documents: Iterable[Document], num_maps: int, bounds: Bounds
 ) -> None:
-    """Raise ConfigError if memory has no room for fitting maps of E at `num_maps` layers. The fit
+    """Raise ConfigError if memory has no room for fitting maps of E at `num_maps` layers. A fit
     needs its sums, and KV and E of both models for the longest document."""
     document = max(documents, key=lambda it: len(it.prefix))
     on_host = 2 * len(document.prefix) * (sizes.num_layers * sizes.kv + num_maps * sizes.e)
@@ -201,7 +203,7 @@ def require_fitting(
 def _require(
     on_host: int, held: int, bounds: Bounds, document: Document, fitting: str = ""
 ) -> None:
-    """Raise ConfigError unless the host has room for `on_host` bytes, and the device for `held`."""
+    """Raise ConfigError if the host has no room for `on_host` bytes, or the device for `held`."""
     if bounds.device is None:
         needs = [("max-memory-gb", on_host + held, bounds.host)]
     else:
@@ -219,5 +221,5 @@ def _require(
 
 
 def _with_holes(num_bytes: int) -> int:
-    """Add to `num_bytes`, the bytes in use, the freed bytes that the process keeps."""
+    """Return the bytes in use plus the bytes to reserve for holes."""
     return num_bytes + min(num_bytes, MOST_HOLES)

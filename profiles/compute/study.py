@@ -1,6 +1,6 @@
-"""One document: its KV and E, made at the first use, and its questions over them, step by step.
+"""Measure one document step by step. Its KV and E are computed at their first use.
 
-Every prefix pass is counted, and every step is kept in the journal.
+Every pass over a prefix is counted, and every step's result goes to the journal.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ from profiles.stats.measured import FULL_REUSE, Candidate
 
 TRAIN: Final = "train"
 HELD_OUT: Final = "held_out"
-"""Names of the two splits in journals."""
+"""Names of the two splits, training and held-out, in journals."""
 
 THEIRS: Final = 0
-"""Index of the sender's KV in every mixture."""
+"""Index of the sender's KV among the KV sources of every mixture."""
 OWN: Final = 1
-"""Index of the receiver's own KV."""
+"""Index of the receiver's own KV among the KV sources of every mixture."""
 FIRST_NEW: Final = 2
-"""Index of the first source beyond the sender's and the receiver's own KV. Plans add these
-sources."""
+"""Index of the first KV source that a plan adds, after the sender's and the receiver's own KV."""
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25
-"""The first filter of a blend keeps this share of tokens more than the mean; the last filter keeps
-as many fewer."""
+"""In CacheBlend, the second layer recomputes this share more tokens than the mean of later layers.
+The last layer recomputes as many fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Both models, and where results are kept."""
+    """Both models of a pair, and the journal that keeps their results."""
 
     sender: Answerer
     receiver: Answerer
     journal: Journal
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """Maps of E by digest, for plans that name a map."""
+    """Maps that correct E, by digest."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
-    """The receiver's own answers, by document. Another pair with the same receiver may have made
-    them."""
+    """The receiver's answers by full prefill, by document. Another pair with the same receiver may
+    have made them."""
     pairs: Mapping[Task, tuple[Answerer, Answerer]] = field(default_factory=dict)
-    """Sender and receiver by task, for the pairs of a line. Other tasks have the bench's own."""
+    """For a line of models, sender and receiver by task. Other tasks use `sender` and
+    `receiver`."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
     """Function that is called after each step. Its second argument is True if the step was measured
-    now, False if the journal had it."""
+    now, and False if the journal had its result."""
 
     @property
     def num_layers(self) -> int:
         return self.receiver.model.num_layers
 
     def at(self, document: Document) -> Bench:
-        """Return the bench with the models that answer a document."""
+        """Return the bench with the sender and receiver of this document's task."""
         sender, receiver = self.pairs.get(document.task, (self.sender, self.receiver))
         return replace(self, sender=sender, receiver=receiver)
 
     def judged(self, split: str, document: Document) -> Document:
-        """Return a measured document with the answers that judge it."""
+        """Return a measured document with the accepted answers by which it is judged."""
         references = self.journal.get(split, key_of(document), REFERENCES)
         return (
             document
@@ -81,7 +81,7 @@ class Bench:
 
 @dataclass
 class DocumentPasses:
-    """Passes of sender and receiver over one prefix. The results stay in host memory."""
+    """KV and E of one prefix from both models, computed at their first use, in host memory."""
 
     sender: LayeredModel
     receiver: LayeredModel
@@ -91,27 +91,27 @@ class DocumentPasses:
     own_e_layers: Collection[int] = ()
     """Layers at which the receiver's E is kept."""
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """Maps of E by digest."""
+    """Maps that correct E, by digest."""
     count: int = field(default=0, init=False)
-    """Prefix passes made so far."""
+    """Number of passes over the prefix so far."""
 
     @property
     def theirs(self) -> tuple[KV, ...]:
-        """The sender's KV."""
+        """The sender's KV of the prefix."""
         return self._sent.kv
 
     @property
     def own(self) -> tuple[KV, ...]:
-        """The receiver's KV. It is a recompute of all layers from the receiver's own embeddings."""
+        """The receiver's own KV of the prefix, from its own embeddings."""
         return self._received.kv
 
     def e_of_both(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The sender's E and the receiver's, at a layer at which both are kept."""
+        """E of the sender and E of the receiver at a layer at which both are kept."""
         return self._sent.e[layer], self._received.e[layer]
 
     def new(self, layers: Span, e_map: str = "") -> PrefixKV:
-        """Compute the receiver's KV of `layers` from the sender's E at the first. The map with
-        digest `e_map`, if any, corrects that E. Other layers are None."""
+        """Compute the receiver's KV of `layers` from the sender's E at the first of them. The map
+        with digest `e_map`, if stated, corrects E. All other layers are None."""
         if layers.start == 0:
             return self.own
         e = self._sent.e[layers.start]
@@ -122,8 +122,8 @@ class DocumentPasses:
         return self.receiver.recompute(e, layers)
 
     def blend(self, share: float) -> PrefixKV:
-        """Return the sender's KV with tokens recomputed as CacheBlend does it, for a share of a
-        prefill's compute."""
+        """Return the sender's KV after the receiver has recomputed tokens as CacheBlend does, for
+        this share of a full prefill's work."""
         self.count += 1
         num_kept = tokens_kept(share, len(self.ids), self.receiver.num_layers)
         return self.receiver.blend(self.ids, num_kept, self.theirs)
@@ -141,16 +141,15 @@ class DocumentPasses:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A unit of measurement: some plans on one document."""
+    """One measurement: some plans on one document."""
 
     place: int
-    """The document's place in its split."""
+    """Index of the document in its split."""
     plans: tuple[Candidate, ...] = ()
-    """Plans that are measured together, so that a layer that several of them recompute is
-    recomputed once. Empty in a document's first step, which measures both models' own answers and
-    full reuse."""
+    """Plans that are measured together, so that layers that they share are recomputed once. Empty
+    in a document's first step, which measures both models' own answers and full reuse."""
     is_decoded: bool = True
-    """True if answers get a quality."""
+    """True if answers are decoded and get a quality."""
 
     @property
     def name(self) -> str:
@@ -161,7 +160,7 @@ class Step:
 
 @dataclass
 class Study:
-    """Measure one document of one split. Steps that the journal has are not measured again."""
+    """Measures one document of one split. Steps that the journal has are not measured again."""
 
     bench: Bench
     split: str
@@ -232,8 +231,9 @@ class Study:
 
 
 def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
-    """Return the runs to recompute, each with the digest of the map of its E, if any. If several
-    runs begin with the same E, only the longest is returned: the other runs are parts of it."""
+    """Return the runs of layers to recompute, each with the digest of the map that corrects its E,
+    or "". Of runs that begin with the same E, only the longest is returned: it contains the
+    others."""
     stops: dict[tuple[int, str], int] = {}
     for plan in plans:
         for run in plan.runs:
@@ -243,9 +243,9 @@ def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
 
 
 def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
-    """Return the mixture of each plan: for every layer, the index of a source. The indices are
-    `THEIRS` and `OWN`, then from `FIRST_NEW` on one for each of the `longest_runs`, then one for
-    each blend."""
+    """Return each plan's mixture: for every layer, the index of its KV source. Indices are `THEIRS`
+    and `OWN`, then from `FIRST_NEW` on one for each of the `longest_runs`, then one for each
+    CacheBlend."""
     runs = [(run.start, e_map) for run, e_map in longest_runs(plans)]
     places = count(FIRST_NEW + len(runs))
     mixtures: list[Mixture] = []
@@ -262,9 +262,9 @@ def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
 
 
 def tokens_kept(share: float, num_tokens: int, num_layers: int) -> list[int]:
-    """Return how many tokens each layer recomputes, if a share of the work of all layers over all
-    tokens is allowed. The first layer recomputes all tokens. The later layers recompute fewer and
-    fewer: from a quarter above their mean to a quarter below."""
+    """Return how many tokens each layer recomputes in CacheBlend, for this share of a full
+    prefill's work. The first layer recomputes all tokens. Later layers recompute fewer and fewer:
+    from a quarter above their mean to a quarter below."""
     mean = max(0.0, share * num_layers - 1) / max(1, num_layers - 1)
     slope = min(FILTERED, (1 - mean) / mean) if mean else 0.0
     steps = [1 - 2 * i / max(1, num_layers - 2) for i in range(num_layers - 1)]
