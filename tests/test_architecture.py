@@ -168,7 +168,7 @@ def call_offences(module: PurePosixPath, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", _modules(), ids=str)
-def test_the_import_table_holds(module: PurePosixPath) -> None:
+def test_the_import_table_holds(module):
     source = (ROOT / module).read_text()
     assert import_offences(module, source) + call_offences(module, source) == []
 
@@ -193,7 +193,7 @@ def private_names(module: PurePosixPath, source: str) -> list[str]:
     ]
 
 
-def test_the_extension_and_the_profiler_use_only_public_names_of_the_cache() -> None:
+def test_the_extension_and_the_profiler_use_only_public_names_of_the_cache():
     assert [
         offence
         for module in _modules()
@@ -212,7 +212,7 @@ def test_the_extension_and_the_profiler_use_only_public_names_of_the_cache() -> 
         "from cachetree.tree import no_such_name",
     ],
 )
-def test_a_private_name_is_seen(source: str) -> None:
+def test_a_private_name_is_seen(source):
     assert len(private_names(PurePosixPath("profiles/sweep.py"), source)) == 1
     assert private_names(PurePosixPath("profiles/sweep.py"), "from cachetree import Span") == []
 
@@ -249,11 +249,11 @@ def _dotted_name(module: PurePosixPath) -> str:
 
 
 @pytest.mark.parametrize("package", ["cachetree", "sglang_droidspeak"])
-def test_no_modules_import_one_another(package: str) -> None:
+def test_no_modules_import_one_another(package):
     assert circle(import_graph(_sources(package))) == []
 
 
-def test_no_folders_of_the_cache_import_one_another() -> None:
+def test_no_folders_of_the_cache_import_one_another():
     folders: dict[str, set[str]] = {}
     for module, imported in import_graph(_sources("cachetree")).items():
         folder = ".".join(module.split(".")[:2])
@@ -262,14 +262,14 @@ def test_no_folders_of_the_cache_import_one_another() -> None:
     assert circle(folders) == []
 
 
-def test_a_circle_is_seen() -> None:
+def test_a_circle_is_seen():
     late = "if True:\n    from p.d import x"
     sources = {"p.b": "from p import c", "p.c": late, "p.d": "def f():\n    import p.b"}
     assert set(circle(import_graph(sources))) == {"p.b", "p.c", "p.d"}
     assert circle(import_graph(sources | {"p.d": "import torch"})) == []
 
 
-def test_every_folder_of_the_cache_has_a_face_and_the_top_is_small() -> None:
+def test_every_folder_of_the_cache_has_a_face_and_the_top_is_small():
     top = [module for module in _modules() if module.parent == PurePosixPath("cachetree")]
     assert len(top) <= 10
     faces = (ROOT / "cachetree").rglob("__init__.py")
@@ -280,7 +280,7 @@ def test_every_folder_of_the_cache_has_a_face_and_the_top_is_small() -> None:
 ROOMS = ("engine", "start", "adapters", "store", "hicache", "request", "guard")
 
 
-def test_rooms_of_the_extension_know_only_those_below() -> None:
+def test_rooms_of_the_extension_know_only_those_below():
     offences = [
         f"{module} imports {name}"
         for module in _modules()
@@ -316,7 +316,7 @@ def test_rooms_of_the_extension_know_only_those_below() -> None:
         ("sglang_droidspeak/engine.py", "import transformers"),
     ],
 )
-def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
+def test_a_forbidden_import_is_seen(module, source):
     assert len(import_offences(PurePosixPath(module), source)) == 1
 
 
@@ -337,7 +337,7 @@ def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
         ("profiles/sweep.py", "model.eval()\nfile.load()\nyaml.safe_load(file)"),
     ],
 )
-def test_allowed_imports_pass(module: str, source: str) -> None:
+def test_allowed_imports_pass(module, source):
     path = PurePosixPath(module)
     assert import_offences(path, source) + call_offences(path, source) == []
 
@@ -353,7 +353,7 @@ def test_allowed_imports_pass(module: str, source: str) -> None:
         "print(1)",
     ],
 )
-def test_a_forbidden_call_is_seen(source: str) -> None:
+def test_a_forbidden_call_is_seen(source):
     assert len(call_offences(PurePosixPath("profiles/sweep.py"), source)) == 1
 
 
@@ -367,7 +367,7 @@ def many_parameters(source: str) -> Iterator[str]:
                 yield node.name
 
 
-def test_no_function_of_the_extension_or_the_cache_takes_more_than_six() -> None:
+def test_no_function_of_the_extension_or_the_cache_takes_more_than_six():
     offences = [
         f"{module}: {name}"
         for module in _modules()
@@ -377,14 +377,14 @@ def test_no_function_of_the_extension_or_the_cache_takes_more_than_six() -> None
     assert offences == []
 
 
-def test_a_function_that_takes_seven_is_seen() -> None:
+def test_a_function_that_takes_seven_is_seen():
     source = "class A:\n    def {}(self, a, b, c, d, *, e, f{}): ..."
     assert list(many_parameters(source.format("six", ""))) == []
     for seven in (source, source.replace("def", "async def")):
         assert list(many_parameters(seven.format("seven", ", g"))) == ["seven"]
 
 
-def test_the_front_end_imports_no_metrics() -> None:
+def test_the_front_end_imports_no_metrics():
     """When prometheus_client is imported, it decides whether processes share their numbers. It
     reads a variable that SGLang sets only after checking its arguments."""
     modules = ("plugin", "engine.asking", "guard.shadows", "start.this_server")

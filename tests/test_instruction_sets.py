@@ -35,7 +35,7 @@ def sets_of_this_cpu() -> list[str]:
 
 @pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("instructions", sets_of_this_cpu())
-def test_the_numeric_tests_pass_with(instructions: str, num_threads: int) -> None:
+def test_the_numeric_tests_pass_with(instructions, num_threads):
     env = {
         **os.environ,
         **SETS[instructions],

@@ -24,7 +24,7 @@ def recorded() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_recorded_figures_follow_from_the_recorded_distances(name: str) -> None:
+def test_the_recorded_figures_follow_from_the_recorded_distances(name):
     pair = PAIRS[name]
     healthy, *drifted = (it for it in recorded() if it["pair"] == name)
     assert healthy["mean"] < healthy["allowed"]
@@ -34,14 +34,14 @@ def test_the_recorded_figures_follow_from_the_recorded_distances(name: str) -> N
         assert dict(of_drifted(pair, healthy["distances"], row["distances"])) == row["found"]
 
 
-def test_documents_of_another_task_are_found_soon() -> None:
+def test_documents_of_another_task_are_found_soon():
     (row,) = (it for it in recorded() if (it["pair"], it["reads"]) == (SMALL.name, "code"))
     assert row["found"]["from the first on"]["within_200"] > 0.95
     assert row["found"]["after 1,000"]["within_200"] > 0.75 and GOAL == 200
 
 
 @pytest.mark.parametrize("task", REAL.tasks)
-def test_the_real_pair_reads_documents_that_its_profile_does_not_know(task: str) -> None:
+def test_the_real_pair_reads_documents_that_its_profile_does_not_know(task):
     profile = read_measured(REAL.profile)
     known = {*profile.train.contexts, *profile.held_out.contexts, *profile.made.fitted}
     asked = records(REAL.profile.parent / "packages.jsonl", REAL_SET, task)

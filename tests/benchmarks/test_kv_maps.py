@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from test_stale_kv import CONFIG, PREFIX, tiny
 from torch import Tensor
@@ -45,7 +43,7 @@ def related(seed: int) -> tuple[list[KV], list[KV]]:
     return theirs, own
 
 
-def test_maps_find_a_linear_relation_and_take_the_first_token_from_the_receiver() -> None:
+def test_maps_find_a_linear_relation_and_take_the_first_token_from_the_receiver():
     maps = fit_kv(MODEL, (related(seed) for seed in range(8)))
     theirs, own = related(99)
     for mapped, exact, loaded in zip(mapped_kv(MODEL, maps, theirs, own), own, theirs, strict=True):
@@ -54,7 +52,7 @@ def test_maps_find_a_linear_relation_and_take_the_first_token_from_the_receiver(
             assert (ours - right).abs().max() < 0.01 < (before - right)[:, :, 1:].abs().max()
 
 
-def test_a_mapped_sender_is_its_model_except_for_the_kv() -> None:
+def test_a_mapped_sender_is_its_model_except_for_the_kv():
     """Maps that add nothing leave a sender's KV and E, except for the first token's KV."""
     sender = LayeredModel(tiny(0.3))
     nothing = [Correction(torch.zeros(32), torch.zeros(32, 32))] * MODEL.num_layers
@@ -67,7 +65,7 @@ def test_a_mapped_sender_is_its_model_except_for_the_kv() -> None:
             torch.testing.assert_close(ours[:, :, :1], right[:, :, :1])
 
 
-def test_maps_of_a_stopped_run_are_read_again(tmp_path: Path) -> None:
+def test_maps_of_a_stopped_run_are_read_again(tmp_path):
     models, file = (LayeredModel(tiny(0.3)), MODEL), tmp_path / "maps"
     passes = [DocumentPasses(*models, range(it, it + 24), [1], [1]) for it in range(1, 9)]
     fresh = fitted(passes, [1], file)
@@ -77,7 +75,7 @@ def test_maps_of_a_stopped_run_are_read_again(tmp_path: Path) -> None:
     assert [*fresh[0]] == [0, 1, 2] and [*fresh[1]] == [1]
 
 
-def test_work_counts_products_of_a_token() -> None:
+def test_work_counts_products_of_a_token():
     sizes = {"tokens": 10, "num_layers": 4, "size": (900, 10, 6)}
     block = Candidate(runs=(Span(1, 3),))
     assert work(NO_BLOCK, 0, **sizes) == 0
@@ -86,7 +84,7 @@ def test_work_counts_products_of_a_token() -> None:
     assert work(block, 2, **sizes) == (1_000 + 60 + 2 * 36) / 4_000
 
 
-def test_a_row_has_the_gates_verdict_and_the_guards_delay() -> None:
+def test_a_row_has_the_gates_verdict_and_the_guards_delay():
     near, far = ([Score(kl=it, tv=it, quality=1.0)] for it in (0.01, 0.9))
     full = [[1.0]] * 100
     good = row(full, [near] * 80, [far] * 4, 0.05, num_runs=20)

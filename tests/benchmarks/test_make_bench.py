@@ -41,7 +41,7 @@ def test_a_process_that_fails_or_takes_too_long_is_no_success(monkeypatch, capfd
     assert "took too long" in capfd.readouterr().out
 
 
-def test_rows_of_what_is_not_here_today_stay_with_where_they_were_measured(tmp_path: Path) -> None:
+def test_rows_of_what_is_not_here_today_stay_with_where_they_were_measured(tmp_path):
     file, today = tmp_path / "rows.json", result.here()
     known = [{"where": it, "gb_per_s": 1, "environment": {}} for it in ("file", "mooncake")]
     file.write_text(json.dumps({"rows": known}))
@@ -51,18 +51,18 @@ def test_rows_of_what_is_not_here_today_stay_with_where_they_were_measured(tmp_p
     assert other == known[1]
 
 
-def test_the_page_marks_what_is_run() -> None:
+def test_the_page_marks_what_is_run():
     marked = re.findall(r"(?m)^\| `(\w+)` \* \|", PAGE)
     assert set(marked) == bench.NAMES.keys()
     assert all(find_spec(f"benchmarks.{name}") for name in bench.NAMES)
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda it: it.stem)
-def test_no_two_numbers_of_a_result_have_one_name(file: Path) -> None:
+def test_no_two_numbers_of_a_result_have_one_name(file):
     names = [name for name, _ in beside.numbers(json.loads(file.read_text()))]
     assert len(names) == len({*names}) > 0
 
 
-def test_rows_are_named_by_what_they_are_of_where_each_says_another() -> None:
+def test_rows_are_named_by_what_they_are_of_where_each_says_another():
     rows = [{"what": it, "s": 1} for it in ("read", "write")]
     assert [*beside.numbers({"rows": rows})] == [("rows read / s", 1), ("rows write / s", 1)]

@@ -35,20 +35,20 @@ def answer(due_s: float, ttft_s: float, *gaps_s: float, **more: object) -> Answe
     return Answer(due_s=due_s, sent_s=due_s, tokens_s=tokens_s, **{**label, **more})
 
 
-def test_gaps_have_the_mean_and_the_spread_that_they_should() -> None:
+def test_gaps_have_the_mean_and_the_spread_that_they_should():
     for cv in (1.0, 2.0):
         gaps = np.diff(gamma(200_000, seed=1, cv=cv))
         assert gaps.mean() == pytest.approx(1, abs=0.02)
         assert gaps.std() / gaps.mean() == pytest.approx(cv, abs=0.03)
 
 
-def test_two_rates_differ_in_the_pace_alone() -> None:
+def test_two_rates_differ_in_the_pace_alone():
     slow, fast = (at_rate(poisson(50, seed=3), rate) for rate in (1.0, 4.0))
     assert [4 * time for time in fast] == pytest.approx(slow)
     assert poisson(50, seed=3) != poisson(50, seed=4)
 
 
-def test_the_rate_doubles_in_the_middle() -> None:
+def test_the_rate_doubles_in_the_middle():
     even = poisson(40_000, seed=2)
     times = np.array(stepped(even, 0.5, 2.0))
     first, second = np.diff(times[:20_000]), np.diff(times[20_000:])
@@ -57,7 +57,7 @@ def test_the_rate_doubles_in_the_middle() -> None:
     assert (np.diff(times) > 0).all()
 
 
-def test_every_document_is_read_before_one_is_read_again() -> None:
+def test_every_document_is_read_before_one_is_read_again():
     order = shuffled_rounds(25, 10, seed=5)
     assert sorted(order[:10]) == list(range(10))
     assert order[10:] == order[:15]
@@ -65,7 +65,7 @@ def test_every_document_is_read_before_one_is_read_again() -> None:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
-def test_the_wait_of_theory_is_that_of_a_simulated_queue(load: float) -> None:
+def test_the_wait_of_theory_is_that_of_a_simulated_queue(load):
     generator = np.random.default_rng(8)
     services = generator.choice([0.2, 1.0], 300_000, p=[0.6, 0.4])
     rate = load / services.mean()
@@ -78,11 +78,11 @@ def test_the_wait_of_theory_is_that_of_a_simulated_queue(load: float) -> None:
     assert mean_wait_s(rate, services.tolist()) == pytest.approx(np.mean(waits), rel=0.05)
 
 
-def test_a_queue_that_cannot_keep_up_has_no_mean_wait() -> None:
+def test_a_queue_that_cannot_keep_up_has_no_mean_wait():
     assert mean_wait_s(2.0, [0.5, 0.6]) is None
 
 
-def test_a_rate_that_is_told_was_run_and_nine_of_ten_were_in_time() -> None:
+def test_a_rate_that_is_told_was_run_and_nine_of_ten_were_in_time():
     rates = ((4, 0.85), (1, 1.0), (2, 0.95))
     rows = [{"request_rate": r, "attainment": a, "completed": 44} for r, a in rates]
     assert in_time(rows) == (rows[2], rows[0])
@@ -95,7 +95,7 @@ def test_a_rate_that_is_told_was_run_and_nine_of_ten_were_in_time() -> None:
     assert "SGLang alone had 85% in time at 4.00 a second" in text
 
 
-def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
+def test_a_request_that_waits_for_the_client_is_late_all_the_same():
     late = Answer(
         document=0,
         replica="",
@@ -112,7 +112,7 @@ def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
     assert late.latency_s == pytest.approx(1.1)
 
 
-def test_run_reports_its_measures() -> None:
+def test_run_reports_its_measures():
     answers = [answer(float(i), 0.1 if i % 4 else 0.5, 0.01, 0.03) for i in range(100)]
     measures = summary(answers, rate=1.0, target_s=0.2)
     assert measures["attainment"] == 0.75
@@ -126,7 +126,7 @@ def test_run_reports_its_measures() -> None:
     assert len(trimmed(answers)) == 90
 
 
-def test_intervals_hold_the_median_as_often_as_they_say() -> None:
+def test_intervals_hold_the_median_as_often_as_they_say():
     generator = np.random.default_rng(4)
     held = 0
     for _ in range(150):
@@ -136,7 +136,7 @@ def test_intervals_hold_the_median_as_often_as_they_say() -> None:
     assert 0.87 < held / 150 <= 1, "95 % of them, of 150"
 
 
-def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are() -> None:
+def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are():
     lines = read_trace()
     first, second, other = map(prompt_of, lines[:3])
     assert lines[0].prompt[:2] == lines[1].prompt[:2] != lines[2].prompt[:2]
@@ -159,7 +159,7 @@ def found(out: Path, name: str) -> Any:
 
 
 @pytest.mark.server
-def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
+def test_every_study_of_documents_on_tiny_servers(tmp_path):
     study(tmp_path, "s15", "s21", "s15b", "trace")
     expected = {"SGLang alone": "none", "full reuse": "reused", "block": "reused"}
     for name, rows in found(tmp_path, "s15")["rows"].items():

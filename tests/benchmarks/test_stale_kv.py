@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ def greedy(model: LlamaForCausalLM, reads: LlamaForCausalLM) -> tuple[list[int],
 
 
 @pytest.mark.parametrize("moved", [0.0, 1e-3, 0.3])
-def test_a_comparison_is_that_of_plain_transformers(moved: float) -> None:
+def test_a_comparison_is_that_of_plain_transformers(moved):
     new, old = tiny(0.0), tiny(moved)
     own, exact = greedy(new, new)
     other, stale = greedy(new, old)
@@ -87,7 +86,7 @@ def test_a_comparison_is_that_of_plain_transformers(moved: float) -> None:
     assert moved < 0.3 or own != other, "this pair shows what is lost"
 
 
-def test_rows_weigh_contexts_equally_and_bound_the_loss_from_above() -> None:
+def test_rows_weigh_contexts_equally_and_bound_the_loss_from_above():
     journal = [
         {
             "length": 350,
@@ -109,7 +108,7 @@ def test_rows_weigh_contexts_equally_and_bound_the_loss_from_above() -> None:
     assert near["lost"] == [0, 0, 0] and 0 < near["loss_bound"] < far["loss_bound"]
 
 
-def test_a_checkpoint_is_near_in_float32_and_further_once_it_is_rounded(tmp_path: Path) -> None:
+def test_a_checkpoint_is_near_in_float32_and_further_once_it_is_rounded(tmp_path):
     base = tmp_path / "base"
     tiny(0.0).bfloat16().save_pretrained(base)
     for name, moved in (("old", 0.0), ("new", 1e-5)):

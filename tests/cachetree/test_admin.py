@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from subprocess import PIPE, Popen
 
 import msgspec
@@ -59,7 +58,7 @@ def hexes(pages: list[PageHash]) -> list[str]:
     return [page.hex() for page in pages]
 
 
-def test_match_says_who_has_how_much(run: Run, tmp_path: Path) -> None:
+def test_match_says_who_has_how_much(run, tmp_path):
     tokens = list(range(100))
     pages = page_hashes(tokens, 16)
     salted = page_hashes(tokens, 16, bytes(32))
@@ -88,7 +87,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return capsys.readouterr().out
 
 
-def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_are_told_in_words(capsys):
     with socket.socket() as deaf, cache_of() as other:
         deaf.bind(("127.0.0.1", 0))
         nobody = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
@@ -131,7 +130,7 @@ def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert not set("[]()='").intersection(text)
 
 
-def test_reader_that_closes_the_pipe_early_is_no_error() -> None:
+def test_reader_that_closes_the_pipe_early_is_no_error():
     """The case of `cachetree status | head -1`."""
     with (
         cache_of() as cache,
@@ -147,7 +146,7 @@ def test_reader_that_closes_the_pipe_early_is_no_error() -> None:
         assert command.wait() == 0
 
 
-def test_interrupted_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_command_is_one_line(capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -155,13 +154,13 @@ def test_interrupted_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "cachetree: interrupted\n"
 
 
-def test_a_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_says_its_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert re.fullmatch(r"cachetree \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_a_pin_of_what_is_not_there_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pin_of_what_is_not_there_is_no_success(capsys):
     with cache_of(worker=OBEYS) as cache:
         store(cache.tree, PAGES)
         for unknown in (["--pages", "00" * 16], ["--pages", *hexes(PAGES), "--model", "another"]):
@@ -169,7 +168,7 @@ def test_a_pin_of_what_is_not_there_is_no_success(capsys: pytest.CaptureFixture[
             assert "nothing is pinned" in capsys.readouterr().err
 
 
-def test_evict_takes_what_begins_so_and_what_nothing_else_stands_on(run: Run) -> None:
+def test_evict_takes_what_begins_so_and_what_nothing_else_stands_on(run):
     with cache_of(worker=OBEYS) as cache:
         store(cache.tree, PAGES)
         store(cache.tree, OTHER)
@@ -181,7 +180,7 @@ def test_evict_takes_what_begins_so_and_what_nothing_else_stands_on(run: Run) ->
         assert (answer["num_bytes"], cache.tree.num_bytes) == (64 * PAGE_TOTAL, 0)
 
 
-def test_evict_knows_models_and_everything_that_nobody_reads(run: Run) -> None:
+def test_evict_knows_models_and_everything_that_nobody_reads(run):
     with cache_of(worker=OBEYS) as cache:
         store(cache.tree, PAGES)
         assert run("evict", cache.address, "--model", "another")["num_bytes"] == 0
@@ -194,7 +193,7 @@ def test_evict_knows_models_and_everything_that_nobody_reads(run: Run) -> None:
         assert not cache.match(PAGES)
 
 
-def test_evict_reaches_the_disk_too(run: Run, tmp_path: Path) -> None:
+def test_evict_reaches_the_disk_too(run, tmp_path):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
 
     def on_disk(cache: Cache) -> int:
@@ -215,7 +214,7 @@ def test_evict_reaches_the_disk_too(run: Run, tmp_path: Path) -> None:
     assert files_bytes(tmp_path) < 8 << 20
 
 
-def test_a_pin_keeps_a_prefix_for_a_while(run: Run) -> None:
+def test_a_pin_keeps_a_prefix_for_a_while(run):
     with cache_of(worker=OBEYS) as cache:
         store(cache.tree, PAGES)
         prefix = ("--pages", *hexes(PAGES[:16]))
@@ -238,7 +237,7 @@ def test_a_pin_keeps_a_prefix_for_a_while(run: Run) -> None:
         eventually(is_gone)
 
 
-def test_a_worker_with_keys_obeys_its_administrators_alone(tmp_path: Path, run: Run) -> None:
+def test_a_worker_with_keys_obeys_its_administrators_alone(tmp_path, run):
     us, reader, admin, stranger = (
         new_party(tmp_path, name) for name in ("us", "reader", "admin", "stranger")
     )
@@ -258,7 +257,7 @@ def test_a_worker_with_keys_obeys_its_administrators_alone(tmp_path: Path, run: 
         assert freed == 64 * PAGE_TOTAL
 
 
-def test_an_engines_worker_takes_no_orders(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engines_worker_takes_no_orders(capsys):
     with cache_of() as cache:
         store(cache.tree, PAGES)
         for argv in (
@@ -271,7 +270,7 @@ def test_an_engines_worker_takes_no_orders(capsys: pytest.CaptureFixture[str]) -
         assert cache.tree.num_pages == 64
 
 
-def test_without_keys_only_a_loopback_worker_obeys() -> None:
+def test_without_keys_only_a_loopback_worker_obeys():
     tree = new_tree(PAGES)
     listen = "tcp://0.0.0.0:0"
     with worker_of(tree, listen=listen, insecure=True, admin=()) as worker:
@@ -288,7 +287,7 @@ def test_without_keys_only_a_loopback_worker_obeys() -> None:
         WorkerConfig(admin=("ctpub-" + "0" * 64,))
 
 
-def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_served_worker_obeys_unless_told_otherwise(tmp_path):
     file = tmp_path / "serve.yaml"
     content: dict[str, object] = {"family": msgspec.to_builtins(FAMILY)}
     file.write_text(json.dumps(content))
@@ -314,7 +313,7 @@ def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
         ({"model_dtype": "half"}, "family.model_dtype is 'half'; give float32 or "),
     ],
 )
-def test_a_family_that_cannot_be_is_refused(changed: dict[str, object], said: str) -> None:
+def test_a_family_that_cannot_be_is_refused(changed, said):
     content = {"family": {**msgspec.structs.asdict(FAMILY), **changed}}
     with pytest.raises(ConfigError, match=f"^file: .*{re.escape(said)}"):
         parse_config(content, "file")
@@ -349,7 +348,7 @@ def test_a_number_that_means_nothing_is_refused_by_name(number, capsys):
     assert last_line.endswith(f"argument --timeout: {number} is no finite number above 0")
 
 
-def test_questions_of_one_turn_are_counted_out_once() -> None:
+def test_questions_of_one_turn_are_counted_out_once():
     """The state of the worker is computed once a turn, because anyone may ask as often as they
     like."""
     numbers, answers = itertools.count(), []
@@ -361,7 +360,7 @@ def test_questions_of_one_turn_are_counted_out_once() -> None:
     assert answers == [0, 0, 0, 1, 1, 1]
 
 
-def test_an_order_with_half_a_page_is_refused() -> None:
+def test_an_order_with_half_a_page_is_refused():
     with worker_of(new_tree(), admin=()) as worker:
         with pytest.raises(OrderDenied, match="whole number"):
             order = verbs.Evict(model="", pages=b"half")
@@ -369,7 +368,7 @@ def test_an_order_with_half_a_page_is_refused() -> None:
         assert ask_status(worker.address, timeout_s=5).num_protocol_errors == 0
 
 
-def test_missing_worker_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_worker_is_one_clear_line(capsys):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
         for verb in (["match", "--pages", "00" * 16], ["evict", "--all"]):

@@ -27,7 +27,7 @@ MODEL = ModelId("m")
 
 
 @given(st.sets(st.integers(0, 40)), st.randoms())
-def test_free_bytes_are_few_runs(numbers: set[int], chance: random.Random) -> None:
+def test_free_bytes_are_few_runs(numbers, chance):
     runs = [(number, number + 1) for number in numbers]
     chance.shuffle(runs)
     joint = joined(runs)
@@ -52,7 +52,7 @@ def take(arena: Arena, *parts: tuple[int, int]) -> Loan:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_churn_never_lends_twice_and_there_is_room_while_there_are_bytes(seed: int) -> None:
+def test_churn_never_lends_twice_and_there_is_room_while_there_are_bytes(seed):
     chance = random.Random(seed)
     budget = 600
     arena = Arena(budget)
@@ -93,7 +93,7 @@ def test_churn_never_lends_twice_and_there_is_room_while_there_are_bytes(seed: i
         assert all(is_filled(loan.memory[it.start : it.stop], mark) for it in places)
 
 
-def test_all_bytes_can_be_lent_however_they_are_torn() -> None:
+def test_all_bytes_can_be_lent_however_they_are_torn():
     arena = Arena(10 * 100)
     loans = [take(arena, (1, 10)) for _ in range(100)]
     for loan in loans[::2]:
@@ -103,7 +103,7 @@ def test_all_bytes_can_be_lent_however_they_are_torn() -> None:
     assert arena.lent_bytes == 1000
 
 
-def test_a_loan_lies_in_the_shortest_run_that_takes_it() -> None:
+def test_a_loan_lies_in_the_shortest_run_that_takes_it():
     arena = Arena(110)
     loans = [take(arena, (num, 10)) for num in (4, 1, 3, 1, 2)]
     holes = [places_of(loans[at])[0] for at in (0, 2)]
@@ -115,7 +115,7 @@ def test_a_loan_lies_in_the_shortest_run_that_takes_it() -> None:
     assert places_of(again)[0].start == holes[0].start
 
 
-def test_request_without_a_fitting_large_block_takes_small_ones() -> None:
+def test_request_without_a_fitting_large_block_takes_small_ones():
     arena = Arena(150)
     loans = [take(arena, (num, 10)) for num in (2, 1, 2, 1, 9)]
     for loan in loans[::2]:
@@ -127,7 +127,7 @@ def test_request_without_a_fitting_large_block_takes_small_ones() -> None:
         take(arena, (1, 10))
 
 
-def test_memory_that_somebody_views_is_neither_lent_nor_changed() -> None:
+def test_memory_that_somebody_views_is_neither_lent_nor_changed():
     arena = Arena(8 * UNIT)
     loan = take(arena, (8, UNIT))
     (place,) = places_of(loan)
@@ -145,7 +145,7 @@ def test_memory_that_somebody_views_is_neither_lent_nor_changed() -> None:
     take(arena, (8, UNIT))
 
 
-def test_many_parts_given_back_under_one_view_come_back_without_recursion() -> None:
+def test_many_parts_given_back_under_one_view_come_back_without_recursion():
     arena = Arena(5000)
     loan = take(arena, (5000, 1))
     (place,) = places_of(loan)
@@ -157,7 +157,7 @@ def test_many_parts_given_back_under_one_view_come_back_without_recursion() -> N
     assert arena.lent_bytes == 0
 
 
-def test_no_memory_is_allocated_after_the_start() -> None:
+def test_no_memory_is_allocated_after_the_start():
     arena = Arena(64 * UNIT)
     length = os.fstat(arena.file.fd).st_size
     loans = [take(arena, (16, UNIT)) for _ in range(4)]
@@ -205,7 +205,7 @@ KV_STEPS = steps_of(KV, FAMILY.num_layers)
 LARGE = Family(**{**msgspec.structs.asdict(FAMILY), "num_kv_heads": 64, "head_dim": 64})
 
 
-def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
+def test_a_tree_counts_what_its_arena_holds_page_by_page():
     page_bytes = LARGE.num_layers * LARGE.kv_page_bytes
     assert LARGE.kv_page_bytes % UNIT == 0
     arena = Arena(8 * page_bytes)
@@ -230,7 +230,7 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
 
 
 @pytest.mark.parametrize("blocker", ["an advert", "another model"])
-def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker: str) -> None:
+def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker):
     page_bytes = LARGE.num_layers * LARGE.kv_page_bytes
     arena = Arena(8 * page_bytes)
     tree = CacheTree(LARGE, host_bytes=8 * page_bytes, memory=arena)
@@ -260,7 +260,7 @@ def store(tree: CacheTree, text: str, start: int = 0, mark: int = 1) -> None:
     reservation.commit()
 
 
-def test_a_closed_arena_lends_no_more_and_leaves_no_descriptor() -> None:
+def test_a_closed_arena_lends_no_more_and_leaves_no_descriptor():
     gc.collect()  # What earlier tests left would give its descriptor back in between.
     before = set(Path("/proc/self/fd").iterdir())
     arena = Arena(8 * UNIT)

@@ -94,7 +94,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_any_sequence_goes_as_the_rule_says(events: list[tuple[str, float]]) -> None:
+def test_any_sequence_goes_as_the_rule_says(events):
     clock = FakeTime()
     breaker, oracle = Breaker(CONFIG, clock), Oracle()
     for number, (event, seconds) in enumerate(events):
@@ -121,7 +121,7 @@ def test_any_sequence_goes_as_the_rule_says(events: list[tuple[str, float]]) -> 
             assert breaker.probe_in_s == pytest.approx(max(0.0, end_s - clock.now_s))
 
 
-def test_three_errors_in_ten_seconds_open_it_and_slower_ones_never_do() -> None:
+def test_three_errors_in_ten_seconds_open_it_and_slower_ones_never_do():
     clock = FakeTime()
     breaker = Breaker(CONFIG, clock)
     for _ in range(100):
@@ -135,7 +135,7 @@ def test_three_errors_in_ten_seconds_open_it_and_slower_ones_never_do() -> None:
     assert not breaker.admits()
 
 
-def test_the_cooldown_doubles_to_its_bound_and_a_success_resets_it() -> None:
+def test_the_cooldown_doubles_to_its_bound_and_a_success_resets_it():
     clock = FakeTime()
     breaker = Breaker(CONFIG, clock)
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_the_cooldown_doubles_to_its_bound_and_a_success_resets_it() -> None:
         ({"connect_s": math.nan}, "connect_s is nan; give a finite"),
     ],
 )
-def test_settings_are_checked(changed: dict[str, float], message: str) -> None:
+def test_settings_are_checked(changed, message):
     with pytest.raises(ConfigError, match=message):
         PeerConfig(**changed)  # type: ignore[arg-type]
 
@@ -227,7 +227,7 @@ def failed_fetch(fetch: Callable[..., None]) -> FetchError:
     return caught.value
 
 
-def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
+def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked():
     tree, clock = new_tree(), Ahead()
     with MoodyWorker() as worker, peer_of(worker.address, tree, STRICT, clock=clock) as peer:
         for _ in range(2):
@@ -281,7 +281,7 @@ def test_missing_pages_and_busy_workers_do_not_count_as_errors(answer, error):
 
 
 @pytest.mark.parametrize("error", [Cancelled("it left"), FetchError("it could not compute")])
-def test_cancelled_fetch_is_no_error_and_ends_no_other_fetch(error: FetchError) -> None:
+def test_cancelled_fetch_is_no_error_and_ends_no_other_fetch(error):
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=1e5) as worker,
         peer_of(worker.address, new_tree(), STRICT) as peer,
@@ -297,7 +297,7 @@ def test_cancelled_fetch_is_no_error_and_ends_no_other_fetch(error: FetchError) 
         assert peer.status.probe_in_s is None
 
 
-def test_a_probe_that_lands_closes_it() -> None:
+def test_a_probe_that_lands_closes_it():
     source = new_tree(PAGES)
     with worker_of(source, max_bytes_per_s=1e4) as worker:
         tree, clock = new_tree(), Ahead()
@@ -319,7 +319,7 @@ def test_a_probe_that_lands_closes_it() -> None:
             eventually(lambda: peer.status.probe_in_s is None)
 
 
-def test_clean_restarts_with_nothing_under_way_are_no_errors() -> None:
+def test_clean_restarts_with_nothing_under_way_are_no_errors():
     with worker_of(new_tree(PAGES)) as first:
         address = first.address
         with peer_of(address, new_tree(), STRICT) as peer:

@@ -91,7 +91,7 @@ def plan_at(location: Location, pages: Span = ALL) -> Plan:
     return plan_of(location, pages)
 
 
-def test_entries_stored_by_one_cache_are_matched_and_fetched_by_another() -> None:
+def test_entries_stored_by_one_cache_are_matched_and_fetched_by_another():
     with pair_of() as (sender, receiver):
         (match,) = receiver.match(PAGES)
         assert (match.model, match.location, match.num_pages) == (MODEL, sender.address, 64)
@@ -104,7 +104,7 @@ def test_entries_stored_by_one_cache_are_matched_and_fetched_by_another() -> Non
         eventually(lambda: receiver.link(match.location))
 
 
-def test_local_entries_are_fetched_the_same_way() -> None:
+def test_local_entries_are_fetched_the_same_way():
     with cache_of(serves=False) as cache:
         fill(cache, PAGES)
         assert cache.link(LOCAL) is None
@@ -116,7 +116,7 @@ def test_local_entries_are_fetched_the_same_way() -> None:
         assert cache.tree.num_bytes == 0, "the fetch kept its lease"
 
 
-def test_store_skips_what_is_there_and_says_when_there_is_no_room() -> None:
+def test_store_skips_what_is_there_and_says_when_there_is_no_room():
     with cache_of(serves=False) as cache:
         assert fill(cache, PAGES[:16])
         held = cache.tree.num_bytes
@@ -135,7 +135,7 @@ def test_store_skips_what_is_there_and_says_when_there_is_no_room() -> None:
         assert not fill(tiny, PAGES)
 
 
-def test_stored_buffers_may_be_of_any_format() -> None:
+def test_stored_buffers_may_be_of_any_format():
     with cache_of(serves=False) as cache:
         layers = np.arange(FAMILY.num_layers * PAGE_BYTES // 2, dtype=np.uint16)
         kv = [part.data for part in np.split(layers, FAMILY.num_layers)]
@@ -145,7 +145,7 @@ def test_stored_buffers_may_be_of_any_format() -> None:
             assert b"".join(lease.views(Step(Kind.KV, 3))) == kv[3].tobytes()
 
 
-def test_fetches_stay_within_the_staging_budget() -> None:
+def test_fetches_stay_within_the_staging_budget():
     with cache_of(serves=False, staging_bytes=2 * FETCH_BYTES) as cache:
         fill(cache, PAGES)
 
@@ -171,7 +171,7 @@ def test_fetches_stay_within_the_staging_budget() -> None:
         assert fetch() is not None
 
 
-def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
+def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory():
     with cache_of(serves=False, staging_bytes=FETCH_BYTES) as cache:
 
         def fetch() -> Staging | None:
@@ -195,7 +195,7 @@ def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
         assert fetch() is not None
 
 
-def test_question_about_peers_is_answered_while_serving_ends() -> None:
+def test_question_about_peers_is_answered_while_serving_ends():
     class Ending(Cache):
         """A cache that stops serving as soon as the caller has read its worker's address."""
 
@@ -230,7 +230,7 @@ class Device:
         return any(0 <= at - address(it) < it.nbytes for it in arrays)
 
 
-def test_a_device_knows_all_memory_from_the_start_to_the_end() -> None:
+def test_a_device_knows_all_memory_from_the_start_to_the_end():
     device = Device()
     far = plan_at(Location("tcp://127.0.0.1:1"))
     with cache_of(serves=False, peers=(far.location,), register=device.register) as cache:
@@ -245,7 +245,7 @@ def test_a_device_knows_all_memory_from_the_start_to_the_end() -> None:
     assert device.registered == []
 
 
-def test_memory_that_cannot_be_had_or_registered_is_one_error_at_start() -> None:
+def test_memory_that_cannot_be_had_or_registered_is_one_error_at_start():
     def refuse(memory: memoryview) -> Callable[[], None]:
         raise ConfigError(f"{memory.nbytes} bytes cannot be registered")
 
@@ -258,7 +258,7 @@ def test_memory_that_cannot_be_had_or_registered_is_one_error_at_start() -> None
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_pages_that_are_here_are_read_where_they_lie() -> None:
+def test_pages_that_are_here_are_read_where_they_lie():
     with cache_of(serves=False, staging_bytes=0) as cache:
         fill(cache, PAGES)
         staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
@@ -288,7 +288,7 @@ def fails(cache: Cache, plan: Plan, seconds: float = 5.0) -> FetchError:
     return caught.value
 
 
-def test_error_of_a_fetch_fails_only_its_staging() -> None:
+def test_error_of_a_fetch_fails_only_its_staging():
     with cache_of(serves=False, peers=("tcp://127.0.0.1:1",)) as cache:
         assert isinstance(fails(cache, plan_at(LOCAL)), StaleEntry)
         assert "is not a peer" in str(fails(cache, plan_at(Location("tcp://127.0.0.1:2"))))
@@ -301,7 +301,7 @@ def test_error_of_a_fetch_fails_only_its_staging() -> None:
         assert not cache._under_way  # However many addresses there have been.
 
 
-def test_release_cancels_a_fetch_under_way() -> None:
+def test_release_cancels_a_fetch_under_way():
     with pair_of(worker=WorkerConfig(max_bytes_per_s=1e5)) as (sender, receiver):
         staging = receiver.fetch(plan_at(sender.address), PAGES, Deadline.after(30))
         eventually(lambda: sender.status().worker.num_streams == 1)
@@ -310,7 +310,7 @@ def test_release_cancels_a_fetch_under_way() -> None:
         assert isinstance(staging.error, Cancelled)
 
 
-def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way() -> None:
+def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way():
     with pair_of(worker=WorkerConfig(max_bytes_per_s=1e5)) as (sender, receiver):
         plan = plan_at(sender.address)
 
@@ -337,7 +337,7 @@ def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way() -> None:
         assert not backlog(), "all of it has come"
 
 
-def test_a_closed_cache_leaves_no_thread_and_fails_fetches() -> None:
+def test_a_closed_cache_leaves_no_thread_and_fails_fetches():
     before = set(threading.enumerate())
     with cache_of() as sender:
         fill(sender, PAGES)
@@ -366,12 +366,12 @@ def test_a_closed_cache_leaves_no_thread_and_fails_fetches() -> None:
         ({"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1"]}, "tcp://HOST:PORT"),
     ],
 )
-def test_bad_settings_stop_the_start(config: dict[str, object], named: str) -> None:
+def test_bad_settings_stop_the_start(config, named):
     with pytest.raises(ConfigError, match=named):
         Cache(FAMILY, msgspec.convert(config, CacheConfig))
 
 
-def test_a_cache_that_could_not_start_frees_its_address() -> None:
+def test_a_cache_that_could_not_start_frees_its_address():
     with cache_of() as cache:
         address = cache.address
     assert address

@@ -17,7 +17,7 @@ complain("droidspeak", "a template\\nof two lines → said")
 """
 
 
-def test_characters_missing_in_the_encoding_are_escaped_and_an_error_is_one_line() -> None:
+def test_characters_missing_in_the_encoding_are_escaped_and_an_error_is_one_line():
     env = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", SAY], env=env, capture_output=True, timeout=60)
     assert ran.stdout == b"base \\u2192 json \\u2026\n", ran.stderr

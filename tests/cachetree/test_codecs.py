@@ -26,7 +26,7 @@ def relative_error(codec: Codec, values: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", Codec)
-def test_every_vector_takes_the_stated_bytes(codec: Codec, dtype: torch.dtype) -> None:
+def test_every_vector_takes_the_stated_bytes(codec, dtype):
     for length in (32, 64, 128):
         encoded = encode(codec, vectors(5, length).to(dtype))
         assert encoded.dtype is torch.uint8
@@ -35,18 +35,18 @@ def test_every_vector_takes_the_stated_bytes(codec: Codec, dtype: torch.dtype) -
         assert decoded.shape == (5, length) and decoded.dtype is dtype
 
 
-def test_ratios_of_bfloat16() -> None:
+def test_ratios_of_bfloat16():
     sizes = [vector_bytes(codec, 128, 2) for codec in Codec]
     assert sizes == [256, 130, 66]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_a_codec_nothing_changes(dtype: torch.dtype) -> None:
+def test_without_a_codec_nothing_changes(dtype):
     values = vectors().to(dtype)
     assert torch.equal(decode(Codec.NONE, encode(Codec.NONE, values), dtype), values)
 
 
-def test_no_value_is_further_off_than_a_step() -> None:
+def test_no_value_is_further_off_than_a_step():
     values = vectors()
     off = (decode(Codec.INT8, encode(Codec.INT8, values), torch.float32) - values).abs()
     largest = values.abs().amax(1, keepdim=True)
@@ -54,7 +54,7 @@ def test_no_value_is_further_off_than_a_step() -> None:
     assert bool((off <= largest / 127 * 0.55 + largest * 2**-8).all())
 
 
-def test_errors_are_those_of_the_literature() -> None:
+def test_errors_are_those_of_the_literature():
     """The error for normally distributed values is about 1 % with 8 bits and about 10 % with 4
     bits."""
     values = vectors(2000)
@@ -62,7 +62,7 @@ def test_errors_are_those_of_the_literature() -> None:
     assert 0.05 < relative_error(Codec.INT4, values) < 0.16
 
 
-def test_a_large_channel_does_not_swallow_the_others() -> None:
+def test_a_large_channel_does_not_swallow_the_others():
     """The rotation spreads the large channel. Without it, 4 bits leave nothing of the small
     channels."""
     values = vectors(2000, 128)
@@ -77,7 +77,7 @@ def test_a_large_channel_does_not_swallow_the_others() -> None:
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=str)
-def test_vectors_do_not_depend_on_their_neighbours(codec: Codec) -> None:
+def test_vectors_do_not_depend_on_their_neighbours(codec):
     values = vectors()
     together = encode(codec, values)
     for part in (slice(0, 1), slice(17, 90)):
@@ -91,7 +91,7 @@ def test_vectors_do_not_depend_on_their_neighbours(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=str)
-def test_zeros_stay_zeros_and_extremes_stay_finite(codec: Codec) -> None:
+def test_zeros_stay_zeros_and_extremes_stay_finite(codec):
     values = torch.zeros(4, 64)
     values[1] = 1e-30
     values[2] = 3e38 / 64
@@ -102,14 +102,14 @@ def test_zeros_stay_zeros_and_extremes_stay_finite(codec: Codec) -> None:
     assert got[3, 0] == pytest.approx(1e4, rel=0.2)
 
 
-def test_a_length_that_cannot_be_rotated_is_named() -> None:
+def test_a_length_that_cannot_be_rotated_is_named():
     with pytest.raises(ConfigError, match=r"power of two, and this model's have 96; use int8"):
         vector_bytes(Codec.INT4, 96, 2)
     assert vector_bytes(Codec.INT8, 96, 2) == 98
 
 
 @pytest.mark.parametrize("codec", Codec)
-def test_a_familys_pages_have_the_size_of_their_vectors(codec: Codec) -> None:
+def test_a_familys_pages_have_the_size_of_their_vectors(codec):
     family = msgspec.structs.replace(FAMILY, codec=codec)
     num_vectors = family.page_size * 2 * family.num_kv_heads
     values = torch.zeros(num_vectors, family.head_dim, dtype=torch.float16)
@@ -118,7 +118,7 @@ def test_a_familys_pages_have_the_size_of_their_vectors(codec: Codec) -> None:
     assert encode(codec, values.view(-1, family.head_dim)).nbytes == family.e_page_bytes
 
 
-def test_e_that_cannot_be_cut_into_vectors_is_refused() -> None:
+def test_e_that_cannot_be_cut_into_vectors_is_refused():
     family = msgspec.structs.replace(FAMILY, codec=Codec.INT8, hidden_size=80)
     with pytest.raises(ConfigError, match="head_dim 32, which does not divide hidden_size 80"):
         _ = family.e_page_bytes

@@ -44,7 +44,7 @@ def made(tmp_path: Path) -> tuple[PairProfile, Path]:
     return corrected, path
 
 
-def test_a_map_adds_what_its_matrix_and_its_bias_say() -> None:
+def test_a_map_adds_what_its_matrix_and_its_bias_say():
     e = drawn(5, HIDDEN)
     for correction in CORRECTIONS[:2]:
         assert torch.allclose(
@@ -52,12 +52,12 @@ def test_a_map_adds_what_its_matrix_and_its_bias_say() -> None:
         )
 
 
-def test_zeros_change_nothing() -> None:
+def test_zeros_change_nothing():
     e = drawn(5, HIDDEN)
     assert torch.equal(Correction(torch.zeros(HIDDEN), torch.zeros(HIDDEN, HIDDEN))(e), e)
 
 
-def test_maps_survive_the_disk(made: tuple[PairProfile, Path]) -> None:
+def test_maps_survive_the_disk(made):
     written, path = made
     assert read_profile(path) == written
     read = read_corrections(written, path)
@@ -67,7 +67,7 @@ def test_maps_survive_the_disk(made: tuple[PairProfile, Path]) -> None:
         assert all(map(torch.equal, read[name].tensors, correction.tensors))
 
 
-def test_a_layer_may_have_two_maps(made: tuple[PairProfile, Path]) -> None:
+def test_a_layer_may_have_two_maps(made):
     written, path = made
     zeros = Correction(torch.zeros(HIDDEN), torch.zeros(HIDDEN, HIDDEN))
     other = BlockQuality(start=1, stop=2, quality=0.7, e_map=zeros.named(1))
@@ -77,7 +77,7 @@ def test_a_layer_may_have_two_maps(made: tuple[PairProfile, Path]) -> None:
     assert read_corrections(both, path).keys() == maps.keys()
 
 
-def test_without_maps_nothing_is_read_and_nothing_is_left(tmp_path: Path) -> None:
+def test_without_maps_nothing_is_read_and_nothing_is_left(tmp_path):
     path = tmp_path / "pair.json"
     plain = profile(BlockQuality(start=1, stop=3, quality=0.78))
     maps_path(path).write_bytes(b"of before")
@@ -88,7 +88,7 @@ def test_without_maps_nothing_is_read_and_nothing_is_left(tmp_path: Path) -> Non
     assert "e_map" not in path.read_text(), "as profiles were before there were maps"
 
 
-def test_profiles_of_different_names_have_different_maps() -> None:
+def test_profiles_of_different_names_have_different_maps():
     names = "llama-3.1_to_x", "llama-3.2_to_x.json", "llama-3.3_to_x.json"
     assert [maps_path(Path("profiles") / it).name for it in names] == [
         f"llama-3.{i}_to_x.maps.safetensors" for i in (1, 2, 3)
@@ -109,13 +109,13 @@ def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
     save_file({name: it for name, it in tensors.items() if it is not None}, file)
 
 
-def test_a_missing_file_is_refused(made: tuple[PairProfile, Path]) -> None:
+def test_a_missing_file_is_refused(made):
     maps_path(made[1]).unlink()
     text = refusal(made)
     assert "pair.maps.safetensors of profile pair.json cannot be read: No such file" in text
 
 
-def test_maps_of_another_pair_are_refused(made: tuple[PairProfile, Path]) -> None:
+def test_maps_of_another_pair_are_refused(made):
     written, path = made
     its = BlockQuality(start=1, stop=3, quality=0.78, e_map=CORRECTIONS[1].named(1))
     theirs = {its.e_map.sha256: CORRECTIONS[1]}
@@ -125,14 +125,14 @@ def test_maps_of_another_pair_are_refused(made: tuple[PairProfile, Path]) -> Non
     assert "set e_correction: none" in text
 
 
-def test_other_numbers_are_refused(made: tuple[PairProfile, Path]) -> None:
+def test_other_numbers_are_refused(made):
     rewrite(made[1], {f"{NAMES[0]}: bias": torch.zeros(HIDDEN)})
     text, digest = refusal(made), made[0].e_maps[0].sha256
     assert "layer 1 is float32 of sha256 " in text
     assert f"and the profile needs float32 of sha256 {digest}" in text
 
 
-def test_other_shapes_and_dtypes_are_refused(made: tuple[PairProfile, Path]) -> None:
+def test_other_shapes_and_dtypes_are_refused(made):
     rewrite(made[1], {f"{NAMES[1]}: 0": drawn(HIDDEN, 1)})
     text = refusal(made)
     assert "shape of layer 2 is [[8], [8, 1]], and the profile needs [[8], [8, 8]]" in text
@@ -146,7 +146,7 @@ def test_other_shapes_and_dtypes_are_refused(made: tuple[PairProfile, Path]) -> 
     assert f"does not contain tensor {NAMES[1]}: 0" in refusal(made)
 
 
-def test_other_tensors_in_the_file_are_not_read(made: tuple[PairProfile, Path]) -> None:
+def test_other_tensors_in_the_file_are_not_read(made):
     rewrite(made[1], {"more": torch.zeros(1 << 20)})
     assert len(read_corrections(*made)) == len(CORRECTIONS)
 
@@ -157,7 +157,7 @@ def test_file_that_is_not_safetensors_is_refused(made, raw):
     assert "format is " in refusal(made)
 
 
-def test_a_map_of_another_layer_is_refused(made: tuple[PairProfile, Path]) -> None:
+def test_a_map_of_another_layer_is_refused(made):
     written, path = made
     moved = msgspec.structs.replace(written.blocks[0], start=2, stop=3)
     wrong = msgspec.structs.replace(written, blocks=(moved,))
@@ -165,7 +165,7 @@ def test_a_map_of_another_layer_is_refused(made: tuple[PairProfile, Path]) -> No
     assert "the layer of the map of block 2:3 is 1, and the profile needs 2" in text
 
 
-def test_without_corrected_plans_another_is_recommended(made: tuple[PairProfile, Path]) -> None:
+def test_without_corrected_plans_another_is_recommended(made):
     corrected, _ = made
     plain = corrected.uncorrected()
     assert (plain.blocks, plain.recommended) == (corrected.blocks[-1:], None)

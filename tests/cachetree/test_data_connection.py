@@ -177,7 +177,7 @@ def test_a_place_that_is_given_up_is_written_no_more(connected, seals_of, monkey
 
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
-def test_a_message_that_comes_in_parts_is_heard(seals_of: SealsOf) -> None:
+def test_a_message_that_comes_in_parts_is_heard(seals_of):
     """A message belongs to no fetch, so no deadline ends the wait for its rest."""
     sink, message = Memory(), b"a word that is cut in two"
     sink.is_open = False
@@ -276,7 +276,7 @@ def test_a_fault_of_the_sending_thread_ends_the_connection(connected, caplog):
     assert receiver.error is not None
 
 
-def test_waiter_for_room_is_woken_when_there_is_room() -> None:
+def test_waiter_for_room_is_woken_when_there_is_room():
     woken = threading.Event()
     near, far = socket.socketpair()
     send_queue = SendQueue(near, Unsealed(), woken.set)
@@ -292,7 +292,7 @@ def test_waiter_for_room_is_woken_when_there_is_room() -> None:
         eventually(lambda: send_queue.has_room)
 
 
-def test_a_batch_does_not_outgrow_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_does_not_outgrow_its_bound(monkeypatch):
     """After many fast sends, the frames that wait for a reader that has stopped still take at most
     twice the bound."""
     near, far = socket.socketpair()
@@ -318,7 +318,7 @@ def test_a_batch_does_not_outgrow_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
         assert waiting_bytes < 2 * most_bytes + (4 << 20)
 
 
-def test_bytes_left_after_a_turn_are_read_in_the_next_without_new_ones() -> None:
+def test_bytes_left_after_a_turn_are_read_in_the_next_without_new_ones():
     """A turn reads a limited number of bytes. Meanwhile the socket may sleep until a MiB has
     arrived."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -409,7 +409,7 @@ class Door:
             opened.close()
 
 
-def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
+def test_a_ticket_lets_its_owner_in_and_nobody_after():
     with Door() as door:
         gone = door.port.issue_ticket("one")  # There is another for them.
         tickets = {name: door.port.issue_ticket(name) for name in ("one", "two")}
@@ -431,7 +431,7 @@ def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
             each.close()
 
 
-def test_a_part_of_a_token_is_none() -> None:
+def test_a_part_of_a_token_is_none():
     with Door() as door:
         ticket = door.port.issue_ticket("owner")
         with socket.create_connection(("127.0.0.1", ticket.port)) as hasty:
@@ -440,7 +440,7 @@ def test_a_part_of_a_token_is_none() -> None:
         eventually(lambda: [it.who for it in door.refused] == ["127.0.0.1"])
 
 
-def test_a_crowd_between_a_connection_and_its_token_does_not_keep_it_out() -> None:
+def test_a_crowd_between_a_connection_and_its_token_does_not_keep_it_out():
     """It does not matter whether the others send something, nor how many they are."""
     with Door() as door:
         ticket = door.port.issue_ticket("owner")
@@ -454,7 +454,7 @@ def test_a_crowd_between_a_connection_and_its_token_does_not_keep_it_out() -> No
             eventually(lambda: door.let_in == ["owner"])
 
 
-def test_a_crowd_that_the_kernel_does_not_keep_back_is_dismissed_for_who_comes() -> None:
+def test_a_crowd_that_the_kernel_does_not_keep_back_is_dismissed_for_who_comes():
     """Only few strangers may wait, and only for a short time."""
     with Door(shows_all=True) as door, ExitStack() as stack:
         ticket = door.port.issue_ticket("owner")
@@ -489,7 +489,7 @@ class Hosts:
         ("2001:db9::1", [f"2001:db8::{number:x}" for number in range(300)]),
     ],
 )
-def test_crowd_of_one_source_ends_no_connection_of_another(host: str, crowd: list[str]) -> None:
+def test_crowd_of_one_source_ends_no_connection_of_another(host, crowd):
     door = Door(shows_all=True)
     door.port._listener = Hosts(door.port._listener, [host, *crowd])
     with door, ExitStack() as stack:
@@ -503,7 +503,7 @@ def test_crowd_of_one_source_ends_no_connection_of_another(host: str, crowd: lis
             first.recv(1, socket.MSG_DONTWAIT)
 
 
-def test_without_descriptors_the_port_waits_for_some() -> None:
+def test_without_descriptors_the_port_waits_for_some():
     """The port does not look again and again, because this would take the thread from all other
     peers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -522,7 +522,7 @@ def test_without_descriptors_the_port_waits_for_some() -> None:
         eventually(lambda: door.let_in == ["owner"])
 
 
-def test_a_channel_that_brings_no_pieces_has_no_memory_for_them() -> None:
+def test_a_channel_that_brings_no_pieces_has_no_memory_for_them():
     process, num_channels = psutil.Process(), 50
     with ExitStack() as all_of_them:
         before_bytes = process.memory_info().rss

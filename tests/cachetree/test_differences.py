@@ -27,7 +27,7 @@ from cachetree.errors import ConfigError
         ("lm_head.weight", NUM_LAYERS),
     ],
 )
-def test_the_first_difference_is_found_in_any_byte(tmp_path: Path, name: str, layer: int) -> None:
+def test_the_first_difference_is_found_in_any_byte(tmp_path, name, layer):
     a = write(tmp_path / "a")
     assert first_difference(a, a) == NUM_LAYERS
     tensors = weights()
@@ -39,7 +39,7 @@ def test_the_first_difference_is_found_in_any_byte(tmp_path: Path, name: str, la
     assert first_difference(a, write(tmp_path / "c", tensors)) == layer
 
 
-def test_the_first_difference_also_minds_the_config(tmp_path: Path) -> None:
+def test_the_first_difference_also_minds_the_config(tmp_path):
     a = write(tmp_path / "a")
     assert first_difference(a, write(tmp_path / "b", config={**CONFIG, "rope_theta": 5e5})) == 0
     assert first_difference(a, write(tmp_path / "c", config={**CONFIG, "rms_norm_eps": 1.0})) == 0
@@ -92,7 +92,7 @@ def two_adapters(
     return layers.pop()
 
 
-def test_equal_adapters_differ_nowhere(tmp_path: Path) -> None:
+def test_equal_adapters_differ_nowhere(tmp_path):
     same = factors(Q0, K1, UP2)
     notes = {"target_modules": ["k_proj"], "inference_mode": True, "base_model_name_or_path": "x"}
     assert two_adapters(tmp_path, same, same, layers_to_transform=[0, 1], **notes) == NUM_LAYERS
@@ -123,7 +123,7 @@ def test_an_adapter_differs_from_its_base_where_it_has_tensors(tmp_path, module,
         assert read_adapter(adapter, NUM_LAYERS).first_difference(NO_ADAPTER, NUM_LAYERS) == layer
 
 
-def test_adapters_differ_at_the_first_unequal_tensor(tmp_path: Path) -> None:
+def test_adapters_differ_at_the_first_unequal_tensor(tmp_path):
     ours, theirs = factors(Q0, K1, UP2), factors(Q0, K1, UP2)
     theirs[f"{UP2}.lora_B.weight"][1, 3] += 1
     assert two_adapters(tmp_path, ours, theirs) == 2
@@ -148,7 +148,7 @@ def test_adapters_that_are_applied_differently_differ_wherever_they_are(tmp_path
     assert two_adapters(tmp_path, factors(K1, UP2), factors(K1, UP2), **settings) == 1
 
 
-def test_an_activated_adapter_of_the_head_is_refused(tmp_path: Path) -> None:
+def test_an_activated_adapter_of_the_head_is_refused(tmp_path):
     tensors = factors(K1) | factors("lm_head")
     assert read_adapter(write_lora(tmp_path / "plain", tensors), NUM_LAYERS).layers.keys() == {1}
     activated = write_lora(tmp_path / "activated", tensors, alora_invocation_tokens=[5])
@@ -156,7 +156,7 @@ def test_an_activated_adapter_of_the_head_is_refused(tmp_path: Path) -> None:
         read_adapter(activated, NUM_LAYERS)
 
 
-def test_factors_of_embeddings_that_sglang_would_leave_out_are_refused(tmp_path: Path) -> None:
+def test_factors_of_embeddings_that_sglang_would_leave_out_are_refused(tmp_path):
     """SGLang leaves them out if target_modules does not name embeddings. Two adapters that differ
     only in them would get one model id."""
     tensors = factors(K1) | {"embed_tokens.lora_embedding_A": np.zeros((2, 200), np.float32)}
@@ -168,12 +168,12 @@ def test_factors_of_embeddings_that_sglang_would_leave_out_are_refused(tmp_path:
         read_adapter(folder, NUM_LAYERS)
 
 
-def test_settings_at_their_default_are_no_difference(tmp_path: Path) -> None:
+def test_settings_at_their_default_are_no_difference(tmp_path):
     same, settings = factors(K1), {"use_rslora": False, "alpha_pattern": {}, "use_dora": None}
     assert two_adapters(tmp_path, same, same, **settings) == NUM_LAYERS
 
 
-def test_bases_and_adapters_count_together(tmp_path: Path) -> None:
+def test_bases_and_adapters_count_together(tmp_path):
     a, tensors = write(tmp_path / "a"), weights()
     tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] += 1
     b = write(tmp_path / "b", tensors)
@@ -184,14 +184,14 @@ def test_bases_and_adapters_count_together(tmp_path: Path) -> None:
     assert first_difference(Path(shutil.copytree(a, tmp_path / "copy")), a, high) == 2
 
 
-def test_a_tied_head_is_the_embeddings(tmp_path: Path) -> None:
+def test_a_tied_head_is_the_embeddings(tmp_path):
     tied, tensors = {**CONFIG, "tie_word_embeddings": True}, weights()
     tensors["lm_head.weight"].reshape(-1)[0] += 1
     base = write(tmp_path / "base", config=tied)
     assert first_difference(base, write(tmp_path / "other", tensors, config=tied)) == 0
 
 
-def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(tmp_path: Path) -> None:
+def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(tmp_path):
     """SGLang gives the adapter a head of its own in `init_lora_modules`."""
     base = write(tmp_path / "base", config={**CONFIG, "tie_word_embeddings": True})
     for modules, layer in ((["lm_head"], NUM_LAYERS), (["lm_head", UP2], 2)):
@@ -199,7 +199,7 @@ def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(tmp_path: Path) -
         assert first_difference(base, base, adapter) == layer
 
 
-def test_an_adapter_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_compared_is_refused(tmp_path):
     base = write(tmp_path / "m")
     for index, (key, value) in enumerate(
         {"peft_type": "IA3", "layer_replication": [[0, 3]]}.items()

@@ -23,7 +23,7 @@ def large() -> dict[str, np.ndarray]:
     return weights() | {NAME: np.arange(600_001, dtype=np.float32)}
 
 
-def test_one_byte_anywhere_changes_the_digest_of_its_tensor_only(tmp_path: Path) -> None:
+def test_one_byte_anywhere_changes_the_digest_of_its_tensor_only(tmp_path):
     file = tmp_path / "a.safetensors"
     save_file(large(), file)
     before = tensor_digests([file])
@@ -36,7 +36,7 @@ def test_one_byte_anywhere_changes_the_digest_of_its_tensor_only(tmp_path: Path)
         assert {name for name in before if before[name] != after[name]} == {NAME}
 
 
-def test_dtype_and_shape_count(tmp_path: Path) -> None:
+def test_dtype_and_shape_count(tmp_path):
     digests = set()
     for number, form in enumerate([np.zeros(4, np.float32), np.zeros((2, 2), np.float32)]):
         for dtype in (np.float32, np.int32):
@@ -46,7 +46,7 @@ def test_dtype_and_shape_count(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def test_a_result_is_read_while_its_file_is_unchanged_and_survives_damage(tmp_path: Path) -> None:
+def test_a_result_is_read_while_its_file_is_unchanged_and_survives_damage(tmp_path):
     model, cache = write(tmp_path / "m", large()), tmp_path / "cache"
     file = model / "model.safetensors"
     digests = tensor_digests([file], cache)
@@ -68,7 +68,7 @@ def test_a_result_is_read_while_its_file_is_unchanged_and_survives_damage(tmp_pa
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_a_result_that_others_can_write_is_not_believed(tmp_path: Path, mode: int) -> None:
+def test_a_result_that_others_can_write_is_not_believed(tmp_path, mode):
     file, cache = write(tmp_path / "m", large()) / "model.safetensors", tmp_path / "cache"
     digests = tensor_digests([file], cache)
     (result,) = cache.iterdir()
@@ -83,7 +83,7 @@ def test_a_result_that_others_can_write_is_not_believed(tmp_path: Path, mode: in
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
-def test_a_result_of_another_user_is_not_believed(tmp_path: Path) -> None:
+def test_a_result_of_another_user_is_not_believed(tmp_path):
     file, cache = write(tmp_path / "m", large()) / "model.safetensors", tmp_path / "cache"
     digests = tensor_digests([file], cache)
     (result,) = cache.iterdir()
@@ -92,7 +92,7 @@ def test_a_result_of_another_user_is_not_believed(tmp_path: Path) -> None:
     assert tensor_digests([file], cache) == digests
 
 
-def test_a_file_that_changes_while_it_is_read_leaves_no_result(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_leaves_no_result(tmp_path):
     file, cache = write(tmp_path / "m", large()) / "model.safetensors", tmp_path / "cache"
 
     def compute(folder: Path) -> dict[str, str]:
@@ -103,7 +103,7 @@ def test_a_file_that_changes_while_it_is_read_leaves_no_result(tmp_path: Path) -
     assert not cache.exists()
 
 
-def test_without_a_writable_cache_nothing_is_kept(tmp_path: Path) -> None:
+def test_without_a_writable_cache_nothing_is_kept(tmp_path):
     (tmp_path / "file").write_text("")
     model = write(tmp_path / "m", large())
     assert read_model_identity(model, tmp_path / "file") == read_model_identity(model)

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -72,7 +71,7 @@ def states(peers: Peers) -> list[str]:
     return [it.state for it in peers.sources()]
 
 
-def test_every_address_of_a_name_is_a_worker() -> None:
+def test_every_address_of_a_name_is_a_worker():
     def resolve(host: str, port: int, type: int) -> list[tuple[object, ...]]:
         assert (host, port, type) == ("cachetree", 7001, socket.SOCK_STREAM)
         hosts = ("10.0.0.2", "fd00::1", "10.0.0.1", "10.0.0.2")
@@ -85,12 +84,12 @@ def test_every_address_of_a_name_is_a_worker() -> None:
     ]
 
 
-def test_a_name_with_too_many_addresses_gives_some() -> None:
+def test_a_name_with_too_many_addresses_gives_some():
     answers = [(0, 0, 0, "", (f"10.0.{it >> 8}.{it & 255}", 1)) for it in range(2 * MAX_FOUND)]
     assert len(addresses_of(Address("x", 1), lambda *_, **__: answers)) == MAX_FOUND
 
 
-def test_a_worker_that_is_found_is_read() -> None:
+def test_a_worker_that_is_found_is_read():
     """The worker is found by the resolver of this machine."""
     with cache_of() as worker:
         store(worker.tree, PAGES)
@@ -104,7 +103,7 @@ def test_a_worker_that_is_found_is_read() -> None:
             ]
 
 
-def test_found_peer_stays_while_it_answers_or_the_directory_is_silent() -> None:
+def test_found_peer_stays_while_it_answers_or_the_directory_is_silent():
     def fails() -> list[Location]:
         raise socket.gaierror("try again")
 
@@ -119,7 +118,7 @@ def test_found_peer_stays_while_it_answers_or_the_directory_is_silent() -> None:
             assert states(peers) == ["ready"]
 
 
-def test_peer_no_longer_named_and_silent_is_forgotten() -> None:
+def test_peer_no_longer_named_and_silent_is_forgotten():
     with peers_of() as (peers, clock):
         with worker_of(new_tree(PAGES)) as worker:
             look(peers, worker.address)
@@ -146,7 +145,7 @@ def test_peer_no_longer_named_and_silent_is_forgotten() -> None:
         assert len(peers.now) == 1
 
 
-def test_a_worker_that_was_refused_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_was_refused_is_tried_again(caplog):
     """Another release may run at its address by then. The log has one line about it per minute."""
     other = msgspec.structs.replace(FAMILY, tokenizer="old")
     with peers_of() as (peers, clock):
@@ -168,7 +167,7 @@ def test_a_worker_that_was_refused_is_tried_again(caplog: pytest.LogCaptureFixtu
             eventually(lambda: states(peers) == ["ready"])
 
 
-def test_all_peers_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_peers_are_waited_for_at_once(monkeypatch):
     """The lookup of a name cannot be stopped."""
     is_known, looked_up = threading.Event(), []
 
@@ -189,7 +188,7 @@ def test_all_peers_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         is_known.set()
 
 
-def test_a_listed_worker_is_no_concern_of_a_directory() -> None:
+def test_a_listed_worker_is_no_concern_of_a_directory():
     with peers_of() as (peers, clock):
         address = Location("tcp://127.0.0.1:9")
         peers.add(address, FAST)
@@ -201,7 +200,7 @@ def test_a_listed_worker_is_no_concern_of_a_directory() -> None:
         assert list(peers.now) == [address]
 
 
-def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None:
+def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays():
     """It stays one peer, even after the worker and its name are gone."""
     clock = Clock()
     with worker_of(new_tree(PAGES)) as worker:
@@ -224,7 +223,7 @@ def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None
 
 
 @pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "tcp://0.0.0.0:0"])
-def test_the_own_worker_is_nobodys_peer(listen: str) -> None:
+def test_the_own_worker_is_nobodys_peer(listen):
     with worker_of(new_tree(), listen=listen, insecure=True) as own, peers_of(own) as (peers, _):
         port = own.address.rpartition(":")[2]
         look(peers, Location(f"tcp://127.0.0.1:{port}"), Location(f"tcp://192.0.2.1:{port}"))
@@ -253,7 +252,7 @@ def test_a_directory_that_writes_one_worker_in_many_ways_takes_one_of_its_sessio
     assert sum("is skipped: a directory is" in it for it in caplog.messages) == len(ways)
 
 
-def test_a_directory_forges_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_forges_no_lines(caplog):
     address = Location("tcp://192.0.2.1:1\x1b[2J\nERROR forged")
     with peers_of() as (peers, _):
         look(peers, address)
@@ -263,7 +262,7 @@ def test_a_directory_forges_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert all(it.isprintable() for it in caplog.messages)
 
 
-def test_found_peer_must_prove_the_key_in_the_settings(tmp_path: Path) -> None:
+def test_found_peer_must_prove_the_key_in_the_settings(tmp_path):
     us, worker_key, stranger = (new_party(tmp_path, it) for it in ("us", "worker", "stranger"))
     config = keyed(us, worker_key)
     with (
@@ -276,7 +275,7 @@ def test_found_peer_must_prove_the_key_in_the_settings(tmp_path: Path) -> None:
         assert peers.now[worker.address].state == "ready"
 
 
-def test_a_worker_that_shows_another_key_is_met_anew(tmp_path: Path) -> None:
+def test_a_worker_that_shows_another_key_is_met_anew(tmp_path):
     us, old, new = (new_party(tmp_path, it) for it in ("us", "old", "new"))
     with worker_of(new_tree(PAGES), **new.serving(us)) as worker, peers_of() as (peers, _):
         for key in (old, new, new):
@@ -288,7 +287,7 @@ def keyed(us: Party, worker: Party) -> PeerConfig:
     return msgspec.structs.replace(FAST, key_file=us.key_file, server_key=worker.pair.public)
 
 
-def test_no_request_waits_for_a_directory() -> None:
+def test_no_request_waits_for_a_directory():
     """While the resolver does not answer, no other part of a cache waits for it either."""
     silent = threading.Event()
     with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, _):
@@ -347,13 +346,13 @@ def test_a_name_that_does_not_resolve_is_told_of(monkeypatch, caplog):
         ({"keeps": ("dns://x:7",), "peers": ("tcp://x:7",)}, "peers and keeps are both set"),
     ],
 )
-def test_invalid_directory_url_is_refused(settings: dict[str, object], words: str) -> None:
+def test_invalid_directory_url_is_refused(settings, words):
     with pytest.raises(ConfigError, match=words) as caught, cache_of(**settings):
         pass
     assert "secret" not in str(caught.value)
 
 
-def test_dns_has_one_key_for_all(tmp_path: Path) -> None:
+def test_dns_has_one_key_for_all(tmp_path):
     us = new_party(tmp_path, "us")
     new_party(tmp_path, "worker")
     config = {

@@ -41,7 +41,7 @@ def only(store: DiskStore, text: str, part: Part = KV) -> DiskFile:
     return file
 
 
-def test_written_entries_are_read_and_found_after_reopening(tmp_path: Path) -> None:
+def test_written_entries_are_read_and_found_after_reopening(tmp_path):
     with open_store(tmp_path) as store:
         assert write(store, A, "abcdef", e_layers=[2, 0], num_runs=3)
         assert write(store, A, "abcxyz", start=3)
@@ -61,14 +61,14 @@ def test_written_entries_are_read_and_found_after_reopening(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("span", [Span(0, 6), Span(0, 1), Span(5, 6), Span(2, 4), Span(3, 3)])
-def test_some_pages_of_one_layer_are_read_alone(tmp_path: Path, span: Span) -> None:
+def test_some_pages_of_one_layer_are_read_alone(tmp_path, span):
     with open_store(tmp_path) as store:
         write(store, A, "abcdef", e_layers=[1])
         for part in (KV, Part(1)):
             check(store, only(store, "abcdef", part), span)
 
 
-def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> None:
+def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path):
     """KV has pages of 128 KiB, two of which are read at once. E has smaller pages."""
     family = Family(**(msgspec.structs.asdict(FAMILY) | {"head_dim": 1024, "page_size": 32}))
     steps = [*steps_of(KV, family.num_layers), Step(Kind.E, 2)]
@@ -107,7 +107,7 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
         assert store.status().counts.num_damaged_entries == 2, "E goes with its KV"
 
 
-def test_leading_pages_that_are_there_are_skipped(tmp_path: Path) -> None:
+def test_leading_pages_that_are_there_are_skipped(tmp_path):
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
         before = files_bytes(tmp_path)
@@ -121,7 +121,7 @@ def test_leading_pages_that_are_there_are_skipped(tmp_path: Path) -> None:
         assert num_right(store, A, "abcde") == 5
 
 
-def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: Path) -> None:
+def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path):
     with open_store(tmp_path) as store:
         write(store, B, "abcde")
         assert not write(store, A, "abcde", start=3)
@@ -145,7 +145,7 @@ def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: 
         assert [num_right(store, A, it) for it in ("abcd", "wxyz", "xy")] == [4, 4, 0]
 
 
-def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path: Path) -> None:
+def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path):
     pages = path_of("abc")
     views = views_of(A, pages)
     num_calls = 0
@@ -167,7 +167,7 @@ def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path: Path) 
         assert num_right(store, A, "abc") == 3
 
 
-def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
+def test_large_entries_are_cut_into_parts(tmp_path):
     text = "a" * 500
     with open_store(tmp_path, num_bytes=128 << 10) as store:
         assert write(store, A, text, e_layers=[0, 1, 2], num_runs=7)
@@ -178,7 +178,7 @@ def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
         assert num_right(store, A, text) == 500
 
 
-def test_pages_that_all_lie_apart_are_written_too(tmp_path: Path) -> None:
+def test_pages_that_all_lie_apart_are_written_too(tmp_path):
     num = 2048
     with open_store(tmp_path, num_bytes=16 << 20) as store:
         assert write(store, A, "a" * num, e_layers=[1], num_runs=num)
@@ -186,7 +186,7 @@ def test_pages_that_all_lie_apart_are_written_too(tmp_path: Path) -> None:
         assert store.status().num_entries == 2
 
 
-def test_removed_entries_stay_removed_with_all_behind_them_and_their_e(tmp_path: Path) -> None:
+def test_removed_entries_stay_removed_with_all_behind_them_and_their_e(tmp_path):
     with open_store(tmp_path) as store:
         write(store, A, "ab")
         write(store, A, "abcd", start=2)
@@ -211,7 +211,7 @@ def test_removed_entries_stay_removed_with_all_behind_them_and_their_e(tmp_path:
         assert num_right(store, A, "abx") == 3
 
 
-def test_the_least_recently_used_goes_first_and_parents_outlive_children(tmp_path: Path) -> None:
+def test_the_least_recently_used_goes_first_and_parents_outlive_children(tmp_path):
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         assert write(store, A, "s" * 10)
         assert write(store, A, "s" * 10 + "old", start=10)
@@ -232,7 +232,7 @@ def test_the_least_recently_used_goes_first_and_parents_outlive_children(tmp_pat
         assert [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8] == left
 
 
-def test_parents_of_new_pages_are_not_evicted_for_them(tmp_path: Path) -> None:
+def test_parents_of_new_pages_are_not_evicted_for_them(tmp_path):
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         assert write(store, A, "parent")
         before = files_bytes(tmp_path)
@@ -249,7 +249,7 @@ def test_parents_of_new_pages_are_not_evicted_for_them(tmp_path: Path) -> None:
         assert num_right(store, A, text) == 46
 
 
-def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
+def test_a_smaller_budget_is_kept_from_the_start(tmp_path):
     with open_store(tmp_path, num_bytes=64 << 10) as store:
         for number in range(200):
             write(store, A, f"{number:03}" + "f" * 5)
@@ -269,7 +269,7 @@ def test_entry_larger_than_the_budget_evicts_nothing(tmp_path, monkeypatch):
         assert (num_right(store, A, "kept"), num_right(store, A, "new")) == (4, 0)
 
 
-def test_the_tree_shows_all_that_is_there_and_nothing_else(tmp_path: Path) -> None:
+def test_the_tree_shows_all_that_is_there_and_nothing_else(tmp_path):
     texts = [f"{number % 7}" + "f" * (number % 11 + 1) for number in range(60)]
 
     def shown(tree: CacheTree) -> set[tuple[str, int]]:
@@ -297,7 +297,7 @@ def test_the_tree_shows_all_that_is_there_and_nothing_else(tmp_path: Path) -> No
         assert shown(again) == shown(tree)
 
 
-def test_after_close_reads_miss_and_writes_fail(tmp_path: Path) -> None:
+def test_after_close_reads_miss_and_writes_fail(tmp_path):
     store = open_store(tmp_path)
     write(store, A, "abc")
     entry = only(store, "abc")
@@ -308,7 +308,7 @@ def test_after_close_reads_miss_and_writes_fail(tmp_path: Path) -> None:
     assert not write(store, A, "xyz")
 
 
-def test_reads_beside_writes_and_evictions_are_right_or_miss(tmp_path: Path) -> None:
+def test_reads_beside_writes_and_evictions_are_right_or_miss(tmp_path):
     is_over = threading.Event()
     failures: list[Exception] = []
     num_read = [0] * 3
@@ -364,7 +364,7 @@ def test_entry_removed_during_a_read_is_right_or_a_miss_and_no_damage(tmp_path, 
         assert store.status().num_bytes == files_bytes(tmp_path)
 
 
-def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:
+def test_a_read_into_the_wrong_room_is_refused(tmp_path):
     with open_store(tmp_path) as store:
         write(store, A, "abc", e_layers=[1])
         entry = only(store, "abc")
@@ -379,7 +379,7 @@ def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:
         assert num_right(store, A, "abc") == 3, "a wrong request dropped the entry"
 
 
-def test_e_is_written_beside_its_kv_and_costs_its_own_bytes(tmp_path: Path) -> None:
+def test_e_is_written_beside_its_kv_and_costs_its_own_bytes(tmp_path):
     e_bytes = page_bytes(Step(Kind.E, 0))
     with open_store(tmp_path) as store:
         assert not store.write(change_of(A, path_of("ab"), None, Part(0)), views_of(A, [])), "no KV"
@@ -407,7 +407,7 @@ def test_e_is_written_beside_its_kv_and_costs_its_own_bytes(tmp_path: Path) -> N
         assert store.status().num_pages == 0
 
 
-def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path: Path) -> None:
+def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path):
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         assert write(store, A, "s" * 10, e_layers=[1])
         seen = []
@@ -423,7 +423,7 @@ def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path: Path) -> None:
             assert num_right(store, A, "abc", Part(1)) == num_right(store, A, "abc") == 3
 
 
-def test_entry_published_twice_is_one_file(tmp_path: Path) -> None:
+def test_entry_published_twice_is_one_file(tmp_path):
     """The same entry has the same file names in every folder, so files of a copied folder replace
     each other."""
     one, other = tmp_path / "one", tmp_path / "other"

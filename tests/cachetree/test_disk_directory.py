@@ -30,7 +30,7 @@ def modes_in(path: Path) -> set[int]:
     return {stat.S_IMODE(it.stat().st_mode) for it in path.iterdir()}
 
 
-def test_others_can_read_neither_files_nor_folders(tmp_path: Path) -> None:
+def test_others_can_read_neither_files_nor_folders(tmp_path):
     before = os.umask(0)
     try:
         with open_store(tmp_path / "a" / "b") as store:
@@ -41,7 +41,7 @@ def test_others_can_read_neither_files_nor_folders(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_directory_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+def test_directory_that_others_could_read_is_closed_to_them(tmp_path):
     with open_store(tmp_path / "own") as store:
         write(store, A, "abc")
     for path in (tmp_path / "own", *(tmp_path / "own").iterdir()):
@@ -62,7 +62,7 @@ def test_directory_that_others_could_read_is_closed_to_them(tmp_path: Path) -> N
 REMEDY = "name another directory, or remove this one$"
 
 
-def test_entries_of_another_family_are_refused_by_their_names(tmp_path: Path) -> None:
+def test_entries_of_another_family_are_refused_by_their_names(tmp_path):
     other = msgspec.structs.replace(FAMILY, kv_dtype="bfloat16")
     open_store(tmp_path).close()
     with open_store(tmp_path, family=other) as store:
@@ -94,7 +94,7 @@ def test_entries_of_another_release_are_refused(tmp_path, release, has_lock):
     open_store(tmp_path).close()
 
 
-def test_unfinished_files_of_dead_processes_are_swept_for_any_owner(tmp_path: Path) -> None:
+def test_unfinished_files_of_dead_processes_are_swept_for_any_owner(tmp_path):
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
     ours = f"entry-8-{FAMILY.digest[:8]}-{'0' * 32}"
@@ -107,7 +107,7 @@ def test_unfinished_files_of_dead_processes_are_swept_for_any_owner(tmp_path: Pa
         assert len(data_files(tmp_path)) == 1
 
 
-def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"\(letter\.txt\); name an empty directory$"):
@@ -127,14 +127,14 @@ def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
-def test_a_budget_that_holds_nothing_is_refused(tmp_path: Path, num_bytes: int) -> None:
+def test_a_budget_that_holds_nothing_is_refused(tmp_path, num_bytes):
     with pytest.raises(ConfigError, match=f"disk_bytes is {num_bytes}; .* at least") as refused:
         open_store(tmp_path, num_bytes)
     with open_store(tmp_path, int(str(refused.value).split()[-1])) as store:
         assert write(store, A, "a")
 
 
-def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_path: Path) -> None:
+def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_path):
     other, folder = tmp_path / "other", tmp_path / "disk"
     other.write_text("kept")
     folder.mkdir()
@@ -192,7 +192,7 @@ def test_a_link_that_comes_at_the_last_moment_is_not_followed(tmp_path, monkeypa
     assert other.read_text() == "kept"
 
 
-def test_one_process_at_a_time_has_the_directory(tmp_path: Path) -> None:
+def test_one_process_at_a_time_has_the_directory(tmp_path):
     command = [sys.executable, str(PARTS), "write", str(tmp_path), str(1 << 20), "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         try:

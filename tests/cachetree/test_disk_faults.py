@@ -63,7 +63,7 @@ def flip(file: Path, byte: int, bit: int = 0) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_bytes", [64 << 20, 32 << 10], ids=["roomy", "evicting"])
-def test_a_killed_writer_loses_at_most_its_last_entry(tmp_path: Path, num_bytes: int) -> None:
+def test_a_killed_writer_loses_at_most_its_last_entry(tmp_path, num_bytes):
     rng = random.Random(num_bytes)
     said: set[tuple[ModelId, str]] = set()
     for seed in range(12):
@@ -86,7 +86,7 @@ def test_a_killed_writer_loses_at_most_its_last_entry(tmp_path: Path, num_bytes:
 
 
 @pytest.mark.parametrize("how", ["die", "starve"])
-def test_a_process_killed_anywhere_in_a_write_leaves_what_was_there(fast: Path, how: str) -> None:
+def test_a_process_killed_anywhere_in_a_write_leaves_what_was_there(fast, how):
     command = [sys.executable, str(PARTS), how, str(fast)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -141,7 +141,7 @@ def right_in(store: DiskStore) -> list[int]:
     return [num_right(store, model, text) for model, text in TEXTS]
 
 
-def test_any_byte_flipped_while_closed_hurts_only_its_entry(small: Path, fast: Path) -> None:
+def test_any_byte_flipped_while_closed_hurts_only_its_entry(small, fast):
     for number, at, file in copies(small, fast / "flipped"):
         flip(file, at, at % 8)
         with open_store(file.parent) as store:
@@ -154,7 +154,7 @@ def test_any_byte_flipped_while_closed_hurts_only_its_entry(small: Path, fast: P
             assert right_in(store) == [2, 3, 2], at
 
 
-def test_any_byte_flipped_while_open_hurts_only_its_entry(small: Path, fast: Path) -> None:
+def test_any_byte_flipped_while_open_hurts_only_its_entry(small, fast):
     for number, at, file in copies(small, fast / "flipped"):
         with open_store(file.parent) as store:
             flip(file, at, at % 8)
@@ -166,7 +166,7 @@ def test_any_byte_flipped_while_open_hurts_only_its_entry(small: Path, fast: Pat
             assert store.status().counts.num_damaged_entries == num_lost
 
 
-def test_a_file_cut_anywhere_hurts_only_its_entry(small: Path, fast: Path) -> None:
+def test_a_file_cut_anywhere_hurts_only_its_entry(small, fast):
     for number, size, file in copies(small, fast / "cut"):
         os.truncate(file, size)
         with open_store(file.parent) as store:
@@ -182,7 +182,7 @@ def test_a_file_cut_anywhere_hurts_only_its_entry(small: Path, fast: Path) -> No
             assert right_in(store) == LEFT[number] or size > file.stat().st_size // 2, size
 
 
-def test_a_size_that_cannot_be_is_not_allocated(small: Path) -> None:
+def test_a_size_that_cannot_be_is_not_allocated(small):
     """The file is as long as its prefix says, and empty behind the prefix."""
     file = file_of(small, A, "abc")
     head = file.read_bytes()[:8]
@@ -194,7 +194,7 @@ def test_a_size_that_cannot_be_is_not_allocated(small: Path) -> None:
     assert not file.exists()
 
 
-def test_an_entry_that_is_there_twice_counts_once(small: Path) -> None:
+def test_an_entry_that_is_there_twice_counts_once(small):
     file = file_of(small, A, "ab")
     copy = file.with_name(file.name[:-12] + "0" * 12)
     shutil.copy(file, copy)
@@ -205,7 +205,7 @@ def test_an_entry_that_is_there_twice_counts_once(small: Path) -> None:
     assert not copy.exists()
 
 
-def test_files_of_others_stay_untouched(small: Path) -> None:
+def test_files_of_others_stay_untouched(small):
     """The files have names of another form."""
     name = data_files(small)[-1].name
     (small / "letter.txt").write_text("dear")
@@ -220,7 +220,7 @@ def test_files_of_others_stay_untouched(small: Path) -> None:
         assert num_right(store, A, "abcdef") == 6
 
 
-def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_path: Path) -> None:
+def test_a_sound_file_of_another_family_is_read_under_no_name(small, tmp_path):
     other = msgspec.structs.replace(FAMILY, tokenizer="another")
     with open_store(tmp_path / "other", family=other) as store:
         assert write(store, A, "other")
@@ -239,7 +239,7 @@ def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_p
 
 
 @pytest.mark.long
-def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_file_is_detected(tmp_path):
     """The test flips more than 10⁵ single bits."""
     with open_store(tmp_path) as store:
         pages = path_of("".join(map(chr, range(33, 313))))
@@ -280,7 +280,7 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
         check(store, entry)
 
 
-def test_the_head_of_the_largest_file_is_not_too_large_to_be_read() -> None:
+def test_the_head_of_the_largest_file_is_not_too_large_to_be_read():
     """The file has the smallest pages that are possible."""
     family = msgspec.structs.replace(FAMILY, num_layers=1, head_dim=1)
     num_pages = MAX_FILE_BYTES // page_bytes_of(Layout.of(family, 1, KV))

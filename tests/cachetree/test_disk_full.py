@@ -42,7 +42,7 @@ def limited(what: int, soft: int) -> Iterator[None]:
         resource.setrlimit(what, (before, hard))
 
 
-def test_a_write_that_fails_at_any_byte_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_write_that_fails_at_any_byte_leaves_nothing_behind(tmp_path):
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
         before = files_bytes(tmp_path)
@@ -77,7 +77,7 @@ def test_a_new_file_that_cannot_be_begun_is_tried_again(tmp_path, caplog):
         assert num_right(store, A, "abc") == 3
 
 
-def test_a_full_file_system_is_a_miss_and_deletions_still_last(tmp_path: Path) -> None:
+def test_a_full_file_system_is_a_miss_and_deletions_still_last(tmp_path):
     command = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         subprocess.run([*command, "true"], check=True, capture_output=True)
@@ -89,7 +89,7 @@ def test_a_full_file_system_is_a_miss_and_deletions_still_last(tmp_path: Path) -
     assert done.stdout == "full\n"
 
 
-def test_too_many_open_files_do_not_count_as_damage(tmp_path: Path) -> None:
+def test_too_many_open_files_do_not_count_as_damage(tmp_path):
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
         ((entry, _),) = store.find(A, path_of("abc"))
@@ -118,7 +118,7 @@ def test_entry_that_cannot_be_read_at_start_is_not_removed(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("what", [resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE])
-def test_failed_writes_are_counted_and_are_no_damage(tmp_path: Path, what: int) -> None:
+def test_failed_writes_are_counted_and_are_no_damage(tmp_path, what):
     """The budget is used up, so other entries have to be evicted for each write."""
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         texts = [text_of(number, 4) for number in range(100)]

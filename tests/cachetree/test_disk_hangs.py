@@ -82,7 +82,7 @@ def evicted(cache: Cache) -> tuple[int, int]:
     return freed.get(timeout=5)
 
 
-def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -> None:
+def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path):
     with with_disk(tmp_path) as (cache, clock):
         store_and_wait(cache, prompt(3))
         assert health_of(cache.status()).degraded == ()
@@ -117,7 +117,7 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -
         assert evicted(cache)[1] > PROMPT_BYTES
 
 
-def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path: Path) -> None:
+def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path):
     with with_disk(tmp_path) as (cache, clock):
         with hanging(data_files(tmp_path)[:1]):
             promoted: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -157,7 +157,7 @@ def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(tmp_path, 
             assert freed.get(timeout=5) == (0, 0)
 
 
-def test_write_that_hangs_is_told_to_monitors(tmp_path: Path) -> None:
+def test_write_that_hangs_is_told_to_monitors(tmp_path):
     with with_disk(tmp_path) as (cache, clock):
         with cache._disk._store._writing:
             store(cache.tree, prompt(3))

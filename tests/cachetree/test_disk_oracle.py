@@ -41,8 +41,8 @@ class Oracle:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_bytes", [1 << 20, 16 << 10], ids=["roomy", "evicting"])
 def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_bytes: int
-) -> None:
+    tmp_path, monkeypatch, seed, num_bytes
+):
     rename = Path.rename
     num_writes = 0
 

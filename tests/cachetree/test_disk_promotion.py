@@ -63,7 +63,7 @@ def seen(cache: Cache, location: Location) -> list[tuple[int, dict[int, int]]]:
     return [(match.num_pages, dict(match.e_pages)) for match in matches]
 
 
-def test_pages_only_on_disk_are_advertised_and_fetched(tmp_path: Path) -> None:
+def test_pages_only_on_disk_are_advertised_and_fetched(tmp_path):
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         assert seen(cache, address) == [(64, {E_LAYER: 64})]
         fetched(cache, address, PAGES)
@@ -75,14 +75,14 @@ def test_pages_only_on_disk_are_advertised_and_fetched(tmp_path: Path) -> None:
         assert status.hits == {"disk": 1, "memory": 1}
 
 
-def test_a_part_that_is_only_on_disk_joins_the_part_in_memory(tmp_path: Path) -> None:
+def test_a_part_that_is_only_on_disk_joins_the_part_in_memory(tmp_path):
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         store(worker.tree, PAGES[:10])
         fetched(cache, address, PAGES)
         assert worker.tree.num_pages == 64
 
 
-def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
+def test_an_advert_ends_only_with_the_last_copy(tmp_path):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
     with cache_of(**disk) as worker, reader_of(worker.address) as cache:
         store(worker.tree, PAGES)
@@ -121,7 +121,7 @@ def test_fetch_without_room_in_memory_is_stale(tmp_path, monkeypatch):
         fetched(cache, address, PAGES)
 
 
-def test_a_damaged_disk_makes_a_fetch_stale_and_its_advert_goes(tmp_path: Path) -> None:
+def test_a_damaged_disk_makes_a_fetch_stale_and_its_advert_goes(tmp_path):
     with on_disk_only(tmp_path) as (_, address), reader_of(address) as cache:
         for file in data_files(tmp_path):
             blob = bytearray(file.read_bytes())
@@ -181,7 +181,7 @@ def test_the_worker_answers_while_its_disk_is_slow(tmp_path, monkeypatch):
         assert spans == [why.format("cancelled"), why.format("lost")]
 
 
-def test_failure_after_a_read_ends_only_its_session(tmp_path: Path) -> None:
+def test_failure_after_a_read_ends_only_its_session(tmp_path):
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         lease = worker.tree.lease
 
@@ -199,7 +199,7 @@ def test_failure_after_a_read_ends_only_its_session(tmp_path: Path) -> None:
         assert (status.state, status.num_losses) == ("ready", 0)
 
 
-def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path) -> None:
+def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path):
     with on_disk_only(tmp_path) as (worker, _):
         fetched(worker, DISK, PAGES)
         eventually(lambda: worker.tree.num_pages == 64)
@@ -212,7 +212,7 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
         assert worker.match(other)[0].location == "local", "others were evicted for it"
 
 
-def test_kv_in_memory_hides_from_nobody_the_e_on_disk(tmp_path: Path) -> None:
+def test_kv_in_memory_hides_from_nobody_the_e_on_disk(tmp_path):
     """A server stores KV of its own model that it has read from a peer, without E."""
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         num_written = worker._disk.status().counts.num_written_entries

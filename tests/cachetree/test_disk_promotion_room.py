@@ -37,7 +37,7 @@ def worker_of(folder: Path) -> Iterator[tuple[Cache, Location]]:
 num_local = partial(num_at, location=LOCAL)
 
 
-def test_two_lines_that_fit_one_at_a_time_are_both_read(tmp_path: Path) -> None:
+def test_two_lines_that_fit_one_at_a_time_are_both_read(tmp_path):
     failures: list[Exception] = []
 
     def fetch_often(cache: Cache, address: Location, pages: Sequence[PageHash]) -> None:
@@ -63,7 +63,7 @@ def test_two_lines_that_fit_one_at_a_time_are_both_read(tmp_path: Path) -> None:
     assert not failures
 
 
-def test_line_that_cannot_fit_beside_a_pin_evicts_nothing(tmp_path: Path) -> None:
+def test_line_that_cannot_fit_beside_a_pin_evicts_nothing(tmp_path):
     with worker_of(tmp_path) as (worker, address), reader_of(address) as cache:
         store(worker.tree, PINNED)
         worker.tree.pin(MODEL, PINNED)
@@ -93,7 +93,7 @@ def test_line_that_cannot_fit_beside_readers_evicts_nothing(tmp_path, monkeypatc
         fetched(cache, address, FIRST)
 
 
-def test_pages_that_a_peer_no_longer_wants_are_not_read(tmp_path: Path) -> None:
+def test_pages_that_a_peer_no_longer_wants_are_not_read(tmp_path):
     with worker_of(tmp_path) as (worker, _):
         done = threading.Event()
         worker._disk.promote(
@@ -103,7 +103,7 @@ def test_pages_that_a_peer_no_longer_wants_are_not_read(tmp_path: Path) -> None:
         assert num_local(worker, FIRST) == 0
 
 
-def test_pages_read_for_a_peer_stay_until_its_fetch_begins(tmp_path: Path) -> None:
+def test_pages_read_for_a_peer_stay_until_its_fetch_begins(tmp_path):
     with worker_of(tmp_path) as (worker, address):
         assert address
         let_go: list[object] = []

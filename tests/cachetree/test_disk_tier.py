@@ -66,7 +66,7 @@ def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, location: Locatio
     tier_parts.fetch(cache, location, pages, span)
 
 
-def test_pages_that_left_memory_are_fetched_from_disk(tmp_path: Path) -> None:
+def test_pages_that_left_memory_are_fetched_from_disk(tmp_path):
     with open_cache(tmp_path) as cache:
         for number in range(12):
             store_and_wait(cache, prompt(number))
@@ -83,7 +83,7 @@ def test_pages_that_left_memory_are_fetched_from_disk(tmp_path: Path) -> None:
         assert status.disk.num_late_entries == 0
 
 
-def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path: Path) -> None:
+def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path):
     pages = pages_of(64)
     with open_cache(tmp_path, host_bytes=64 << 20) as cache:
         for start in range(0, 64, 16):
@@ -111,7 +111,7 @@ def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(tmp_path, monkeypatc
         fetch_too_late(cache, WHOLE, prompt(0), is_given_up=is_given_up)
 
 
-def test_e_that_pages_gain_is_all_that_is_written(tmp_path: Path) -> None:
+def test_e_that_pages_gain_is_all_that_is_written(tmp_path):
     """The sizes are like an 8B model's: E of one layer takes 1/16 of the KV's bytes."""
     family = msgspec.structs.replace(FAMILY, num_layers=32, page_size=64)
     pages = prompt(0)
@@ -127,7 +127,7 @@ def test_e_that_pages_gain_is_all_that_is_written(tmp_path: Path) -> None:
     assert e.nbytes <= written < 1.05 * e.nbytes
 
 
-def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
+def test_a_restart_finds_the_cache_again(tmp_path):
     with open_cache(tmp_path) as cache:
         for number in range(8):
             store_and_wait(cache, prompt(number))
@@ -142,7 +142,7 @@ def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
         assert num_at(cache, prompt(0), LOCAL) == 0, "not the latest were read into memory"
 
 
-def test_pages_partly_in_memory_are_completed_from_disk(tmp_path: Path) -> None:
+def test_pages_partly_in_memory_are_completed_from_disk(tmp_path):
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
         store_and_wait(cache, prompt(1))
@@ -154,7 +154,7 @@ def test_pages_partly_in_memory_are_completed_from_disk(tmp_path: Path) -> None:
         fetch(cache, prompt(0), Span(0, 8), LOCAL)
 
 
-def test_a_worker_that_restarts_serves_its_peers_again(tmp_path: Path) -> None:
+def test_a_worker_that_restarts_serves_its_peers_again(tmp_path):
     with open_cache(tmp_path, serves=True) as first:
         store_and_wait(first, prompt(1))
     with open_cache(tmp_path, serves=True) as again:
@@ -166,7 +166,7 @@ def test_a_worker_that_restarts_serves_its_peers_again(tmp_path: Path) -> None:
             fetch(receiver, prompt(1), Span(0, 8), address)
 
 
-def test_a_killed_process_leaves_what_it_had_written(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_what_it_had_written(tmp_path):
     command = [sys.executable, __file__, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -199,7 +199,7 @@ def test_damage_is_a_stale_entry_and_no_longer_matches(tmp_path, caplog):
         fetch(cache, prompt(0), Span(0, 8))
 
 
-def test_a_reader_of_the_disk_keeps_no_fetch_that_is_over(tmp_path: Path) -> None:
+def test_a_reader_of_the_disk_keeps_no_fetch_that_is_over(tmp_path):
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
         staging = cache.fetch(WHOLE, prompt(0), Deadline.after(10))
@@ -208,7 +208,7 @@ def test_a_reader_of_the_disk_keeps_no_fetch_that_is_over(tmp_path: Path) -> Non
         eventually(lambda: cache.status().staging_bytes_in_use == 0, 2)
 
 
-def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path: Path) -> None:
+def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path):
     with open_cache(tmp_path) as cache:
         with pytest.raises(StaleEntry, match="no longer on disk"):
             fetch(cache, prompt(0), Span(0, 8))
@@ -222,7 +222,7 @@ def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path: Path) -> None:
         eventually(lambda: "disk is not a peer" in str(staging.error))
 
 
-def test_use_in_memory_keeps_an_entry_on_disk(tmp_path: Path) -> None:
+def test_use_in_memory_keeps_an_entry_on_disk(tmp_path):
     disk_bytes = 24 * PROMPT_BYTES
     with open_cache(tmp_path, disk_bytes=disk_bytes) as cache:
         store_and_wait(cache, prompt(0))
@@ -257,7 +257,7 @@ def test_failed_write_is_repeated_with_the_next_pages(tmp_path, monkeypatch):
         fetch(cache, pages[:24], Span(0, 24))
 
 
-def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_path: Path) -> None:
+def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_path):
     pages = pages_of(24)
     with open_cache(tmp_path) as cache:
         for start in range(0, 24, 8):
@@ -274,7 +274,7 @@ def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_pat
         assert num_at(cache, pages, LOCAL) == 16
 
 
-def test_entries_evicted_before_they_are_written_are_counted(tmp_path: Path) -> None:
+def test_entries_evicted_before_they_are_written_are_counted(tmp_path):
     # The one that is being written stays in memory until it is.
     with open_cache(tmp_path, host_bytes=2 * PROMPT_BYTES) as cache:
         with cache._disk._store._writing:
@@ -286,7 +286,7 @@ def test_entries_evicted_before_they_are_written_are_counted(tmp_path: Path) -> 
         assert status().num_late_entries > 0
 
 
-def test_entries_read_into_memory_are_not_written_again(tmp_path: Path) -> None:
+def test_entries_read_into_memory_are_not_written_again(tmp_path):
     with open_cache(tmp_path) as cache:
         for number in range(8):
             store_and_wait(cache, prompt(number))
@@ -349,7 +349,7 @@ def test_eviction_from_disk_during_a_read_leaves_nothing_in_memory(tmp_path):
         assert cache.tree.num_bytes == 0
 
 
-def test_eviction_during_a_write_leaves_nothing_in_memory_or_on_disk(tmp_path: Path) -> None:
+def test_eviction_during_a_write_leaves_nothing_in_memory_or_on_disk(tmp_path):
     with open_cache(tmp_path) as cache:
         with cache._disk._store._writing:
             store(cache.tree, prompt(0))
@@ -416,13 +416,13 @@ def test_an_order_to_evict_waits_for_no_disk_that_hangs(tmp_path, monkeypatch):
         ({"disk_bytes": 1000}, "disk_bytes is 1000; a page of this family takes"),
     ],
 )
-def test_bad_settings_stop_the_start(tmp_path: Path, config: dict[str, object], named: str) -> None:
+def test_bad_settings_stop_the_start(tmp_path, config, named):
     settings = {"disk_path": str(tmp_path), "disk_bytes": 1 << 20, "serves": False} | config
     with pytest.raises(ConfigError, match=named):
         Cache(FAMILY, msgspec.convert(settings, CacheConfig))
 
 
-def test_a_directory_of_another_family_or_process_stops_the_start(tmp_path: Path) -> None:
+def test_a_directory_of_another_family_or_process_stops_the_start(tmp_path):
     other = msgspec.structs.replace(FAMILY, tokenizer="other")
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
@@ -435,13 +435,13 @@ def test_a_directory_of_another_family_or_process_stops_the_start(tmp_path: Path
     open_cache(tmp_path).close()
 
 
-def test_each_rank_has_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_each_rank_has_a_directory_of_its_own(tmp_path):
     ranks = [msgspec.structs.replace(FAMILY, tp_size=2, tp_rank=rank) for rank in range(2)]
     with open_cache(tmp_path, ranks[0]), open_cache(tmp_path, ranks[1]):
         assert sorted(it.name for it in tmp_path.iterdir()) == ["rank0", "rank1"]
 
 
-def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_closed_cache_leaves_no_thread(tmp_path):
     before = set(threading.enumerate())
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
@@ -476,7 +476,7 @@ def test_a_disk_that_hangs_hinders_no_close(tmp_path, monkeypatch, caplog):
         os.close(handle)
 
 
-def test_many_threads_get_right_bytes_or_a_miss(tmp_path: Path) -> None:
+def test_many_threads_get_right_bytes_or_a_miss(tmp_path):
     failures: list[Exception] = []
     num_fetched = [0] * 4
     disk_bytes = 32 * PROMPT_BYTES

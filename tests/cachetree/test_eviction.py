@@ -46,7 +46,7 @@ class TextbookLru:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_without_shared_prefixes_it_is_the_textbooks(seed: int) -> None:
+def test_without_shared_prefixes_it_is_the_textbooks(seed):
     tree = make_tree(SIZE)
     textbook = TextbookLru()
     gone: list[PageHash] = []
@@ -72,7 +72,7 @@ def test_without_shared_prefixes_it_is_the_textbooks(seed: int) -> None:
     assert num_evictions > 500 and num_hits > 500
 
 
-def test_skipped_entry_gets_its_turn_again() -> None:
+def test_skipped_entry_gets_its_turn_again():
     tree = make_tree(4)
     store(tree, A, "a")
     store(tree, A, "b")
@@ -83,7 +83,7 @@ def test_skipped_entry_gets_its_turn_again() -> None:
     assert [num_pages(tree, A, text) for text in ("a", "xyz", "w")] == [0, 3, 1]
 
 
-def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
+def test_e_finds_room_where_all_that_is_free_is_torn():
     """A page of E is as large as four pages of KV. Eviction leaves holes of one page of KV."""
     tree = CacheTree(msgspec.structs.replace(FAMILY, hidden_size=16), host_bytes=12 * PAGE)
 
@@ -109,14 +109,14 @@ def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
     assert tree.num_bytes == 9 * PAGE + 4 * KV
 
 
-def test_bad_retention_is_refused_with_its_value() -> None:
+def test_bad_retention_is_refused_with_its_value():
     with pytest.raises(ConfigError, match="ttl_s is 0"):
         Retention(ttl_s=0)
     with pytest.raises(ConfigError, match=r"max_pinned_share is 1\.5"):
         Retention(max_pinned_share=1.5)
 
 
-def test_a_search_meets_the_same_obstacle_once() -> None:
+def test_a_search_meets_the_same_obstacle_once():
     """A search skips a held entry once, even if many evictions follow."""
     tree = make_tree(40)
     held = [chr(0x100 + i) for i in range(30)]
@@ -137,7 +137,7 @@ def test_a_search_meets_the_same_obstacle_once() -> None:
     assert looks < 30 + 3 * 100
 
 
-def test_stale_places_in_the_heap_do_not_pile_up() -> None:
+def test_stale_places_in_the_heap_do_not_pile_up():
     tree = make_tree(4)
     order = tree._eviction
     for i in range(500):

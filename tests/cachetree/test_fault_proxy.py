@@ -217,7 +217,7 @@ def test_many_bits_of_every_frame(fault, frames, nothing_stays):
         strike_all(strikes, first_seed=1000 * (number + 1))
 
 
-def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays: None) -> None:
+def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays):
     with (
         worker_of(new_tree(PAGES)) as worker,
         FaultProxy(worker.address, seed=0) as proxy,
@@ -234,7 +234,7 @@ def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays
         eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
-def test_a_deed_is_done_before_its_frame_goes_on() -> None:
+def test_a_deed_is_done_before_its_frame_goes_on():
     with (
         worker_of(new_tree(PAGES)) as worker,
         FaultProxy(worker.address, seed=0) as proxy,
@@ -299,7 +299,7 @@ TO_PEER = (
 )
 
 
-def test_every_flipped_bit_of_a_header_is_detected() -> None:
+def test_every_flipped_bit_of_a_header_is_detected():
     num_flips = 0
     undetected: Counter[str] = Counter()
     decoders = ((wire.decode_to_worker, TO_WORKER), (wire.decode_to_peer, TO_PEER))
@@ -319,7 +319,7 @@ def test_every_flipped_bit_of_a_header_is_detected() -> None:
     assert not undetected
 
 
-def test_every_flipped_bit_of_a_payload_is_detected() -> None:
+def test_every_flipped_bit_of_a_payload_is_detected():
     step = Step(Kind.KV, 0)
     num_flips = 0
     errors: list[FetchError] = []

@@ -25,7 +25,7 @@ def fetch(cache: Cache, location: Location, pages: Span = Span(0, 64)) -> None: 
     staging.release()
 
 
-def test_a_fetch_is_one_line_of_fields(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fetch_is_one_line_of_fields(caplog):
     caplog.set_level(logging.INFO, "cachetree.fetch")
     with cache_of() as sender:
         fill(sender, PAGES)
@@ -52,7 +52,7 @@ def test_a_fetch_is_one_line_of_fields(caplog: pytest.LogCaptureFixture) -> None
     assert counts.outcomes == {"ok": 1}
 
 
-def test_a_fetch_that_ended_early_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fetch_that_ended_early_says_why(caplog):
     caplog.set_level(logging.INFO, "cachetree.fetch")
     with cache_of(serves=False) as cache:
         fails(cache, plan_at(LOCAL))
@@ -71,7 +71,7 @@ def test_a_fetch_that_ended_early_says_why(caplog: pytest.LogCaptureFixture) -> 
     assert counted[LOCAL].num_bytes == FETCH_BYTES
 
 
-def test_a_model_of_a_peers_own_choice_begins_no_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_a_peers_own_choice_begins_no_line(caplog):
     caplog.set_level(logging.INFO, "cachetree.fetch")
     with cache_of(serves=False) as cache:
         fails(cache, replace(plan_at(LOCAL), sender=ModelId("a\noutcome=ok")))
@@ -79,7 +79,7 @@ def test_a_model_of_a_peers_own_choice_begins_no_line(caplog: pytest.LogCaptureF
     assert line.isprintable()
 
 
-def test_a_line_costs_nothing_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_costs_nothing_where_nobody_listens(caplog):
     caplog.set_level(logging.WARNING, "cachetree.fetch")
     with cache_of(serves=False) as cache:
         fill(cache, PAGES)

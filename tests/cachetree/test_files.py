@@ -2,7 +2,6 @@
 
 import os
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,7 +16,7 @@ CORRECTED = msgspec.structs.replace(BLOCK, start=1, stop=2, e_map=CORRECTIONS[0]
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_link_is_kept_and_its_target_written(tmp_path: Path, is_there: bool) -> None:
+def test_a_link_is_kept_and_its_target_written(tmp_path, is_there):
     (tmp_path / "shared").mkdir()
     if is_there:
         (tmp_path / "shared/pair.json").touch()
@@ -33,7 +32,7 @@ def test_a_link_is_kept_and_its_target_written(tmp_path: Path, is_there: bool) -
     assert len(list((tmp_path / "shared").iterdir())) == 2
 
 
-def test_a_pipe_gets_the_bytes(tmp_path: Path) -> None:
+def test_a_pipe_gets_the_bytes(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
@@ -43,7 +42,7 @@ def test_a_pipe_gets_the_bytes(tmp_path: Path) -> None:
     assert pipe.is_fifo() and got and got[0].startswith(b"{")
 
 
-def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_content(tmp_path):
     (path := tmp_path / "a").write_text("old")
     with pytest.raises(OSError, match="full"), replacing(path) as fresh:
         fresh.write_text("ne")

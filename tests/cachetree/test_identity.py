@@ -19,7 +19,7 @@ from cachetree.checkpoint.safetensors_files import weight_files
 from cachetree.errors import ConfigError
 
 
-def test_identity_of_a_checkpoint_has_all_its_fields(tmp_path: Path) -> None:
+def test_identity_of_a_checkpoint_has_all_its_fields(tmp_path):
     identity = read_model_identity(write(tmp_path / "m"))
     assert identity.architecture == "LlamaForCausalLM"
     assert (identity.num_layers, identity.hidden_size) == (NUM_LAYERS, 32)
@@ -27,7 +27,7 @@ def test_identity_of_a_checkpoint_has_all_its_fields(tmp_path: Path) -> None:
     Family(**identity.shape, model_dtype="float32", kv_dtype="float32", page_size=16)
 
 
-def test_a_shape_is_read_without_weights(tmp_path: Path) -> None:
+def test_a_shape_is_read_without_weights(tmp_path):
     model = write(tmp_path / "m")
     identity = read_model_identity(model)
     (model / "model.safetensors").unlink()
@@ -36,7 +36,7 @@ def test_a_shape_is_read_without_weights(tmp_path: Path) -> None:
         read_shape(tmp_path / "nowhere")
 
 
-def test_head_sizes_have_defaults_and_may_be_nested(tmp_path: Path) -> None:
+def test_head_sizes_have_defaults_and_may_be_nested(tmp_path):
     config = {**CONFIG, "head_dim": 16}
     del config["num_key_value_heads"]
     identity = read_model_identity(write(tmp_path / "m", config=config))
@@ -47,7 +47,7 @@ def test_head_sizes_have_defaults_and_may_be_nested(tmp_path: Path) -> None:
     assert (inner.architecture, inner.head_dim) == ("VisionModel", 16)
 
 
-def test_names_and_the_way_it_is_saved_do_not_matter(tmp_path: Path) -> None:
+def test_names_and_the_way_it_is_saved_do_not_matter(tmp_path):
     one = write(tmp_path / "one")
     identity = read_model_identity(one)
     copy = Path(shutil.copytree(one, tmp_path / "another name"))
@@ -63,7 +63,7 @@ def test_names_and_the_way_it_is_saved_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [0, -1, 1500, 64 * 128 // 2])
-def test_a_changed_weight_is_another_model_of_the_same_family(tmp_path: Path, where: int) -> None:
+def test_a_changed_weight_is_another_model_of_the_same_family(tmp_path, where):
     before = read_model_identity(write(tmp_path / "a"))
     tensors = weights()
     tensors["model.layers.1.self_attn.k_proj.weight"].reshape(-1)[where] += 1
@@ -73,7 +73,7 @@ def test_a_changed_weight_is_another_model_of_the_same_family(tmp_path: Path, wh
     assert after.tokenizer == before.tokenizer and after.rope == before.rope
 
 
-def test_a_tied_head_that_is_stored_again_is_the_same_model(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_stored_again_is_the_same_model(tmp_path):
     tied, tensors = {**CONFIG, "tie_word_embeddings": True}, weights()
     del tensors["lm_head.weight"]
     plain = write(tmp_path / "a", tensors, tied)
@@ -87,7 +87,7 @@ def test_a_tied_head_that_is_stored_again_is_the_same_model(tmp_path: Path) -> N
     assert first_difference(plain, other) == 0
 
 
-def test_tables_of_rotations_that_a_server_skips_do_not_count(tmp_path: Path) -> None:
+def test_tables_of_rotations_that_a_server_skips_do_not_count(tmp_path):
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     plain, old = write(tmp_path / "a"), write(tmp_path / "b", weights() | table)
     assert read_model_identity(old) == read_model_identity(plain)
@@ -104,7 +104,7 @@ def test_tables_of_rotations_that_a_server_skips_do_not_count(tmp_path: Path) ->
         ("rope_is_neox_style", False),  # of a Llama, in SGLang alone.
     ],
 )
-def test_a_changed_computation_is_another_model(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_changed_computation_is_another_model(tmp_path, key, value):
     before = read_model_identity(write(tmp_path / "a"))
     after = read_model_identity(write(tmp_path / "b", config={**CONFIG, key: value}))
     assert after.model_id != before.model_id
@@ -181,7 +181,7 @@ ROPES: list[list[dict[str, Any]]] = [
 ]
 
 
-def test_one_rotation_is_one_string_and_two_are_two() -> None:
+def test_one_rotation_is_one_string_and_two_are_two():
     base = {"max_position_embeddings": 128}
     strings = [{canonical_rope(base | config) for config in same} for same in ROPES]
     assert [len(same) for same in strings] == [1] * len(ROPES)
@@ -203,11 +203,11 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128}
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
     ],
 )
-def test_rotations_by_more_than_the_position_are_told(config, varies) -> None:
+def test_rotations_by_more_than_the_position_are_told(config, varies):
     assert varying_rope(canonical_rope({"max_position_embeddings": 128} | config)) == varies
 
 
-def test_other_tokenizer_files_are_read_where_there_is_no_tokenizer_json(tmp_path: Path) -> None:
+def test_other_tokenizer_files_are_read_where_there_is_no_tokenizer_json(tmp_path):
     def digest(model: bytes, settings: dict[str, Any]) -> str:
         folder = write(tmp_path / "m")
         (folder / "tokenizer.json").unlink()
@@ -226,7 +226,7 @@ def write_index(folder: Path, *shards: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
+def test_two_sets_of_weights_are_refused(tmp_path):
     """SGLang loads an index rather than a single file. Without an index, it loads all files in the
     folder."""
     model = write(tmp_path / "m")
@@ -258,7 +258,7 @@ def write_adapter(folder: Path, alpha: int = 16, first: float = 0.0) -> Path:
     return folder
 
 
-def test_an_adapter_makes_another_model(tmp_path: Path) -> None:
+def test_an_adapter_makes_another_model(tmp_path):
     model = write(tmp_path / "m")
     plain = read_model_identity(model)
     adapters = [
@@ -281,14 +281,14 @@ def test_an_adapter_makes_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
+def test_a_missing_file_is_named(tmp_path, file):
     model = write(tmp_path / "m")
     (model / file).unlink()
     with pytest.raises(ConfigError, match=file.replace(".", r"\.")):
         read_model_identity(model)
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_broken_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         read_model_identity(tmp_path / "nowhere")
     model = write(tmp_path / "m")

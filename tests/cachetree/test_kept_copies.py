@@ -9,10 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
-import pytest
 from fault_proxy import FaultProxy
 from kept_parts import PAGE_TOTAL, PAGES, cache_of, fetched, reader_of
 from security_parts import Party, new_party
@@ -53,7 +51,7 @@ def num_kept(worker: Cache, pages: Sequence[PageHash] = PAGES) -> int:
     )
 
 
-def test_a_second_engine_reads_what_the_first_computed_before_it_ended() -> None:
+def test_a_second_engine_reads_what_the_first_computed_before_it_ended():
     with fleet() as (worker, (engine,)):
         store(engine.tree, PAGES)
         eventually(lambda: num_kept(worker) == 64)
@@ -62,7 +60,7 @@ def test_a_second_engine_reads_what_the_first_computed_before_it_ended() -> None
             fetched(second, worker.address, PAGES)
 
 
-def test_a_prompt_that_grows_is_copied_from_where_it_ended() -> None:
+def test_a_prompt_that_grows_is_copied_from_where_it_ended():
     with fleet() as (worker, (engine,)):
         for num in (20, 40, 64):
             store(engine.tree, PAGES[:num])
@@ -72,7 +70,7 @@ def test_a_prompt_that_grows_is_copied_from_where_it_ended() -> None:
             fetched(second, worker.address, PAGES)
 
 
-def test_pages_of_two_engines_are_copied_once() -> None:
+def test_pages_of_two_engines_are_copied_once():
     with fleet(2) as (worker, engines):
         for engine in engines:
             store(engine.tree, PAGES)
@@ -82,7 +80,7 @@ def test_pages_of_two_engines_are_copied_once() -> None:
         assert moved_bytes(worker) == 128 * PAGE_TOTAL
 
 
-def test_a_worker_that_lost_the_beginning_gets_it_again_with_what_follows() -> None:
+def test_a_worker_that_lost_the_beginning_gets_it_again_with_what_follows():
     with fleet() as (worker, (engine,)):
         store(engine.tree, PAGES[:40])
         eventually(lambda: num_kept(worker) == 40)
@@ -91,7 +89,7 @@ def test_a_worker_that_lost_the_beginning_gets_it_again_with_what_follows() -> N
         eventually(lambda: num_kept(worker) == 64)
 
 
-def test_pages_that_gain_e_gain_it_in_the_copy() -> None:
+def test_pages_that_gain_e_gain_it_in_the_copy():
     with fleet() as (worker, (engine,)):
         reservation = engine.tree.reserve(MODEL, None, PAGES)
         reservation.commit()
@@ -103,7 +101,7 @@ def test_pages_that_gain_e_gain_it_in_the_copy() -> None:
         assert moved_bytes(worker) - before == 64 * PAGE_BYTES, "KV was copied again"
 
 
-def test_a_full_worker_gives_up_what_was_used_least_recently() -> None:
+def test_a_full_worker_gives_up_what_was_used_least_recently():
     with fleet(host_bytes=100 * PAGE_TOTAL) as (worker, (engine,)):
         store(engine.tree, PAGES)
         eventually(lambda: num_kept(worker) == 64)
@@ -112,7 +110,7 @@ def test_a_full_worker_gives_up_what_was_used_least_recently() -> None:
         assert worker.tree.num_bytes <= 100 * PAGE_TOTAL
 
 
-def test_a_worker_without_room_keeps_nothing() -> None:
+def test_a_worker_without_room_keeps_nothing():
     with fleet(host_bytes=10 * PAGE_TOTAL) as (worker, (engine,)):
         store(engine.tree, PAGES[:20])
         eventually(lambda: "no room here for 20 pages" in worker.sources()[0].reason)
@@ -159,7 +157,7 @@ def cut_off(engine: Cache, **settings: object) -> Iterator[tuple[Cache, Callable
         yield worker, cut
 
 
-def test_a_worker_that_comes_later_gets_what_is_there() -> None:
+def test_a_worker_that_comes_later_gets_what_is_there():
     with cache_of() as engine:
         store(engine.tree, PAGES[:20])
         store(engine.tree, PAGES)
@@ -170,7 +168,7 @@ def test_a_worker_that_comes_later_gets_what_is_there() -> None:
             eventually(lambda: num_kept(second) == num_kept(second, OTHERS) == 64)
 
 
-def test_a_peer_that_is_only_read_is_not_copied() -> None:
+def test_a_peer_that_is_only_read_is_not_copied():
     with cache_of() as engine:
         store(engine.tree, PAGES)
         with reader_of(engine.address) as reader:
@@ -178,7 +176,7 @@ def test_a_peer_that_is_only_read_is_not_copied() -> None:
             assert (reader.tree.num_pages, reader.status().peers[0].pulls) == (0, None)
 
 
-def test_pages_of_several_engines_are_copied_once_also_during_the_first_copy() -> None:
+def test_pages_of_several_engines_are_copied_once_also_during_the_first_copy():
     slow = WorkerConfig(max_bytes_per_s=64 * PAGE_TOTAL / 0.2, shared_memory=False)
     with cache_of(worker=slow) as one, cache_of(worker=slow) as two:
         for engine in (one, two):
@@ -189,7 +187,7 @@ def test_pages_of_several_engines_are_copied_once_also_during_the_first_copy() -
             assert moved_bytes(worker) == 64 * PAGE_TOTAL
 
 
-def test_pages_that_left_the_engines_memory_are_no_fault() -> None:
+def test_pages_that_left_the_engines_memory_are_no_fault():
     with cache_of() as engine, keep(engine, max_pull_mb_s=0.001) as worker:
         store(engine.tree, pages_of(1, "first"))
         eventually(lambda: pulls(worker).num_fetched == 1)
@@ -200,7 +198,7 @@ def test_pages_that_left_the_engines_memory_are_no_fault() -> None:
         assert pulls(worker).error == ""
 
 
-def test_pages_only_on_the_engines_disk_are_not_copied(tmp_path: Path) -> None:
+def test_pages_only_on_the_engines_disk_are_not_copied(tmp_path):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
     with cache_of(**disk) as engine:
         store(engine.tree, PAGES)
@@ -213,7 +211,7 @@ def test_pages_only_on_the_engines_disk_are_not_copied(tmp_path: Path) -> None:
             assert pulls(worker).error == ""
 
 
-def test_a_copy_is_no_use_of_the_engines_pages() -> None:
+def test_a_copy_is_no_use_of_the_engines_pages():
     with cache_of(host_bytes=130 * PAGE_TOTAL) as engine:
         store(engine.tree, PAGES)
         store(engine.tree, OTHERS)
@@ -223,7 +221,7 @@ def test_a_copy_is_no_use_of_the_engines_pages() -> None:
         assert (num_kept(engine), num_kept(engine, OTHERS)) == (0, 64)
 
 
-def test_pages_that_a_full_worker_evicted_return_only_after_another_use() -> None:
+def test_pages_that_a_full_worker_evicted_return_only_after_another_use():
     budget = {"host_bytes": 100 * PAGE_TOTAL}
     with cache_of() as engine, cut_off(engine, **budget) as (worker, cut):
         store(engine.tree, PAGES)
@@ -241,7 +239,7 @@ def test_pages_that_a_full_worker_evicted_return_only_after_another_use() -> Non
         eventually(lambda: num_kept(worker) == 64)
 
 
-def test_pages_only_on_the_workers_disk_are_not_fetched_again(tmp_path: Path) -> None:
+def test_pages_only_on_the_workers_disk_are_not_fetched_again(tmp_path):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
     with cache_of() as engine, cut_off(engine, **disk) as (worker, cut):
         store(engine.tree, PAGES)
@@ -254,7 +252,7 @@ def test_pages_only_on_the_workers_disk_are_not_fetched_again(tmp_path: Path) ->
         eventually(lambda: num_kept(worker, [*PAGES, *OTHERS[:6]]) == 70)
 
 
-def test_an_engine_that_comes_back_with_other_content_is_copied_anew() -> None:
+def test_an_engine_that_comes_back_with_other_content_is_copied_anew():
     with cache_of() as engine:
         store(engine.tree, PAGES)
         with keep(engine) as worker:
@@ -266,7 +264,7 @@ def test_an_engine_that_comes_back_with_other_content_is_copied_anew() -> None:
             assert num_kept(worker) == 64
 
 
-def test_an_engine_that_dies_while_it_is_copied_leaves_nothing_and_is_named() -> None:
+def test_an_engine_that_dies_while_it_is_copied_leaves_nothing_and_is_named():
     slow = WorkerConfig(max_bytes_per_s=1e6, shared_memory=False)
     with cache_of(worker=slow) as engine, keep(engine) as worker:
         store(engine.tree, PAGES)
@@ -313,7 +311,7 @@ def test_entries_that_cannot_be_fetched_are_left_out_and_said_once(monkeypatch, 
     assert sum("not all of peer" in it for it in caplog.messages) == 1
 
 
-def test_a_fetch_that_hangs_is_given_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_that_hangs_is_given_up_alone(monkeypatch):
     monkeypatch.setattr("cachetree.transport.pulls._FETCH_S", 0.05)
     with Engine(1, lambda *_: None) as engine, keep(engine) as worker:
         eventually(lambda: pulls(worker).num_failed)
@@ -330,7 +328,7 @@ def test_a_peer_that_advertises_endlessly_costs_a_bounded_list(monkeypatch, capl
     assert sum("not all of peer" in it for it in caplog.messages) == 1
 
 
-def test_entries_given_up_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_given_up_are_remembered_up_to_a_number(monkeypatch):
     monkeypatch.setattr("cachetree.transport.pulls._MAX_GIVEN_UP", 2 * 3)
     tree = new_tree()
     keeper = new_keeper(tree)
@@ -347,7 +345,7 @@ def test_entries_given_up_are_remembered_up_to_a_number(monkeypatch: pytest.Monk
     assert given_up() == 5 * [False]
 
 
-def test_a_cap_holds_over_all_fetches_together() -> None:
+def test_a_cap_holds_over_all_fetches_together():
     rate_mb_s = 64 * PAGE_TOTAL / 0.15 / 1e6
     with cache_of() as engine:
         for name in "abc":
@@ -358,7 +356,7 @@ def test_a_cap_holds_over_all_fetches_together() -> None:
         assert time.monotonic() - begun_at_s > 2 * 0.15 - 0.05
 
 
-def test_a_long_entry_comes_in_several_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_entry_comes_in_several_fetches(monkeypatch):
     monkeypatch.setattr("cachetree.transport.pulls._PART_BYTES", 10 * PAGE_TOTAL)
     with cache_of() as engine, keep(engine) as worker:
         store(engine.tree, PAGES)
@@ -366,7 +364,7 @@ def test_a_long_entry_comes_in_several_fetches(monkeypatch: pytest.MonkeyPatch) 
         assert pulls(worker).num_fetched == 6 + 6, "the nodes of the first six"
 
 
-def test_only_an_engine_that_lets_the_worker_read_is_copied(tmp_path: Path) -> None:
+def test_only_an_engine_that_lets_the_worker_read_is_copied(tmp_path):
     us, friend, stranger = (new_party(tmp_path, name) for name in ("us", "friend", "stranger"))
     with cache_of(worker=WorkerConfig(**us.serving(friend))) as engine:
         store(engine.tree, PAGES)
@@ -382,14 +380,14 @@ def test_only_an_engine_that_lets_the_worker_read_is_copied(tmp_path: Path) -> N
             eventually(lambda: num_kept(worker) == 64)
 
 
-def test_engines_that_a_name_stands_for_are_copied() -> None:
+def test_engines_that_a_name_stands_for_are_copied():
     with cache_of() as engine:
         store(engine.tree, PAGES)
         with cache_of(keeps=(engine.address.replace("tcp:", "dns:"),)) as worker:
             eventually(lambda: num_kept(worker) == 64)
 
 
-def test_entries_outlive_the_engine_that_made_them_and_the_worker_too(tmp_path: Path) -> None:
+def test_entries_outlive_the_engine_that_made_them_and_the_worker_too(tmp_path):
     engine = [sys.executable, __file__]
     with subprocess.Popen(engine, stdout=subprocess.PIPE, text=True) as first:
         cache = {

@@ -19,7 +19,7 @@ OTHER = "ctpub-" + "ab" * 32
 SECRET_TEXT = "ctsec-" + "5e" * 32
 
 
-def test_a_pair_is_written_and_read_back(tmp_path: Path) -> None:
+def test_a_pair_is_written_and_read_back(tmp_path):
     made, secret_file, public_file = keys.write_key_pair(tmp_path / "new", "a")
     assert keys.read_key_pair(str(secret_file)) == made
     assert keys.read_public_key(str(public_file), field="f") == made.public
@@ -28,7 +28,7 @@ def test_a_pair_is_written_and_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o277])
-def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
+def test_modes_do_not_depend_on_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         _, secret_file, public_file = keys.write_key_pair(tmp_path, "a")
@@ -39,7 +39,7 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
 
 
 @pytest.mark.parametrize("taken", ["a.key", "a.pub"])
-def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, taken: str) -> None:
+def test_nothing_is_overwritten_or_left_half_written(tmp_path, taken):
     (tmp_path / taken).write_text("mine")
     with pytest.raises(ConfigError, match=f"{taken} exists"):
         keys.write_key_pair(tmp_path, "a")
@@ -47,7 +47,7 @@ def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, taken: str)
 
 
 @pytest.mark.parametrize("name", ["", ".", "../a", "a/b", "a b", "-a", "a\n"])
-def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+def test_a_name_is_no_path(tmp_path, name):
     with pytest.raises(ConfigError, match="name is"):
         keys.write_key_pair(tmp_path, name)
     assert not list(tmp_path.iterdir())
@@ -83,7 +83,7 @@ def test_a_bad_secret_file_is_one_line_without_the_secret(tmp_path, content, mod
     assert "5e5e" not in shown.lower()
 
 
-def test_a_good_secret_file_may_have_comments_and_space(tmp_path: Path) -> None:
+def test_a_good_secret_file_may_have_comments_and_space(tmp_path):
     file = tmp_path / "a.key"
     file.write_text(f"# mine\r\n\n  {SECRET_TEXT}  \n")
     file.chmod(0o400)
@@ -99,7 +99,7 @@ def test_a_good_secret_file_may_have_comments_and_space(tmp_path: Path) -> None:
         (os.mkfifo, ["not a file"]),
     ],
 )
-def test_missing_key_file_is_refused(tmp_path: Path, make, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_missing_key_file_is_refused(tmp_path, make, words):  # type: ignore[no-untyped-def]
     path = tmp_path / "a.key"
     make(path)
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -110,7 +110,7 @@ def test_missing_key_file_is_refused(tmp_path: Path, make, words: list[str]) -> 
         assert word in str(caught.value)
 
 
-def test_public_keys_come_singly_in_files_and_in_folders(tmp_path: Path) -> None:
+def test_public_keys_come_singly_in_files_and_in_folders(tmp_path):
     a, b, c, d = (f"ctpub-{letter * 64}" for letter in "abcd")
     (tmp_path / "list").write_text(f"# ours\n{a} the first\n\n{b}\n")
     folder = tmp_path / "folder"
@@ -149,7 +149,7 @@ def test_a_bad_allow_list_names_the_place(tmp_path, monkeypatch, value, word):
     assert "5e5e" not in str(caught.value)
 
 
-def test_a_pair_does_not_show_its_secret(tmp_path: Path) -> None:
+def test_a_pair_does_not_show_its_secret(tmp_path):
     pair, _, _ = keys.write_key_pair(tmp_path, "one")
     for shown in (repr(pair), str(pair), f"{pair}"):
         assert pair.public in shown

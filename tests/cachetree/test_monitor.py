@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -69,7 +68,7 @@ def get(url: str) -> tuple[int, bytes]:
         return exc.code, exc.read()
 
 
-def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
+def test_the_metrics_say_what_happened(tmp_path):
     disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 << 20}
     with (
         cache_of() as engine,
@@ -109,7 +108,7 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
     assert files_bytes(tmp_path / "disk")
 
 
-def test_a_fetch_of_what_is_gone_is_a_miss() -> None:
+def test_a_fetch_of_what_is_gone_is_a_miss():
     with cache_of() as worker:
         with cache_of(peers=(worker.address,), serves=False) as cache:
             assert cache.wait_ready(20)
@@ -121,7 +120,7 @@ def test_a_fetch_of_what_is_gone_is_a_miss() -> None:
     assert ("cachetree:hits_total", "memory") not in of_worker
 
 
-def test_repeated_requests_of_a_fetch_are_counted() -> None:
+def test_repeated_requests_of_a_fetch_are_counted():
     with cache_of() as worker, FaultProxy(worker.address, seed=0) as proxy:
         store(worker.tree, PAGES)
         framed = msgspec.structs.replace(FAST, shared_memory=False)
@@ -133,7 +132,7 @@ def test_repeated_requests_of_a_fetch_are_counted() -> None:
             assert scraped(cache)["cachetree:retries_total", proxy.address] == 1
 
 
-def test_labels_are_bounded() -> None:
+def test_labels_are_bounded():
     with cache_of(serves=False) as cache:
         store(cache.tree, PAGES)
         fetched(cache, LOCAL, PAGES)
@@ -148,14 +147,14 @@ def test_labels_are_bounded() -> None:
         assert list(cache._fetch_log._outcomes) == list(cache._fetch_log._num_bytes) == [LOCAL]
 
 
-def test_names_are_unique_and_follow_the_rules() -> None:
+def test_names_are_unique_and_follow_the_rules():
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"cachetree:[a-z_]+", name) for name in names)
     assert not [name for name in names if name.endswith("_total")]
 
 
-def test_a_well_cache_says_so() -> None:
+def test_a_well_cache_says_so():
     with cache_of() as cache, page_of(cache) as page:
         for path in ("/health", "/health/live", "/health/ready", "/health?x=1"):
             status, body = get(page.url + path)
@@ -168,7 +167,7 @@ def test_a_well_cache_says_so() -> None:
         assert get(page.url + "/healthy")[0] == 404
 
 
-def test_live_ready_and_degraded_are_three_things() -> None:
+def test_live_ready_and_degraded_are_three_things():
     with cache_of() as cache:
         store(cache.tree, PAGES)
         well = cache.status()
@@ -180,7 +179,7 @@ def test_live_ready_and_degraded_are_three_things() -> None:
     assert health_of(full).ready
 
 
-def test_leased_memory_counts_as_held() -> None:
+def test_leased_memory_counts_as_held():
     with cache_of(host_bytes=64 * PAGE_TOTAL) as cache:
         store(cache.tree, PAGES)
         assert health_of(cache.status()).degraded == ()
@@ -190,7 +189,7 @@ def test_leased_memory_counts_as_held() -> None:
         assert health_of(cache.status()).degraded == ()
 
 
-def test_a_worker_that_reads_its_disk_is_not_ready_yet(tmp_path: Path) -> None:
+def test_a_worker_that_reads_its_disk_is_not_ready_yet(tmp_path):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
     with cache_of(**disk) as cache:
         eventually(lambda: health_of(cache.status()).ready)
@@ -203,7 +202,7 @@ def test_a_worker_that_reads_its_disk_is_not_ready_yet(tmp_path: Path) -> None:
     assert (health.ready, len(health.degraded)) == (True, 1)
 
 
-def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
+def test_the_page_answers_503_while_the_cache_is_not_well():
     with cache_of() as cache:
         well = cache.status()
     sick = msgspec.structs.replace(well, worker_turn_age_s=60.0)
@@ -222,13 +221,13 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
         ("[::1]:80", "http://[::1]:80"),
     ],
 )
-def test_http_setting_names_the_pages_url(setting: str | int, meant: str) -> None:
+def test_http_setting_names_the_pages_url(setting, meant):
     assert parse_http(setting).url == meant
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("address", ["[::1]:0", "[::]:0"])
-def test_the_page_is_there_without_ipv4_too(address: str) -> None:
+def test_the_page_is_there_without_ipv4_too(address):
     with cache_of() as cache, StatusPage(parse_http(address), cache.status) as page:
         assert get(page.url + "/health")[0] == 200
         if address == "[::]:0":
@@ -253,7 +252,7 @@ def num_threads_of_page() -> int:
     return sum(it.name == "cachetree-http-answer" for it in threading.enumerate())
 
 
-def test_dripping_strangers_hold_few_threads_and_keep_no_monitor_out() -> None:
+def test_dripping_strangers_hold_few_threads_and_keep_no_monitor_out():
     with cache_of() as cache, page_of(cache) as page, contextlib.ExitStack() as stack:
         at = urlsplit(page.url)
         for _ in range(3 * MOST_THREADS):
@@ -281,7 +280,7 @@ def test_request_that_drips_ends_though_each_byte_is_in_time(monkeypatch):
         eventually(lambda: not num_threads_of_page())
 
 
-def test_flood_of_real_requests_waits_for_threads() -> None:
+def test_flood_of_real_requests_waits_for_threads():
     """A thread that answers a request cannot be stopped."""
     go_on = threading.Event()
 
@@ -301,7 +300,7 @@ def test_flood_of_real_requests_waits_for_threads() -> None:
         eventually(lambda: not num_threads_of_page())
 
 
-def test_error_of_the_page_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_of_the_page_is_logged(caplog):
     def broken() -> CacheStatus:
         raise ValueError("a test")
 
@@ -311,7 +310,7 @@ def test_error_of_the_page_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         eventually(lambda: "ValueError: a test" in caplog.text)
 
 
-def test_a_scrape_may_ask_for_a_form_and_is_told_it() -> None:
+def test_a_scrape_may_ask_for_a_form_and_is_told_it():
     with cache_of() as cache, page_of(cache) as page:
         asked = urllib.request.Request(
             page.url + "/metrics",
@@ -323,19 +322,19 @@ def test_a_scrape_may_ask_for_a_form_and_is_told_it() -> None:
 
 
 @pytest.mark.parametrize("setting", ["", "host", "host:port", "127.0.0.1:70000", 70000, -1])
-def test_a_wrong_address_is_refused(setting: str | int) -> None:
+def test_a_wrong_address_is_refused(setting):
     with pytest.raises(ConfigError, match="http is"):
         parse_http(setting)
 
 
-def test_a_taken_port_is_refused() -> None:
+def test_a_taken_port_is_refused():
     with cache_of(serves=False) as cache, page_of(cache) as page:
         port = int(page.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match="choose another port"):
             StatusPage(parse_http(str(port)), cache.status)
 
 
-def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> None:
+def test_a_served_worker_has_the_page_that_its_file_names(tmp_path):
     with serving(tmp_path, http=0) as process:
         assert process.stdout.readline().startswith("serving at tcp://127.0.0.1:")
         url = process.stdout.readline().split()[-1]
@@ -345,7 +344,7 @@ def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("serves", [True, False])
-def test_scrape_adds_up_what_is_held_once(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+def test_scrape_adds_up_what_is_held_once(monkeypatch, serves):
     """Each scrape looks at all pins and leases, under the tree's lock."""
     held_bytes, looks = CacheTree.held_bytes, []
 
@@ -361,7 +360,7 @@ def test_scrape_adds_up_what_is_held_once(monkeypatch: pytest.MonkeyPatch, serve
     assert len(looks) == 1
 
 
-def test_endless_request_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_request_is_dropped(monkeypatch):
     monkeypatch.setattr(http, "_PATIENCE_S", 0.2)
     with cache_of() as cache, page_of(cache) as page:
         netloc = urlsplit(page.url)

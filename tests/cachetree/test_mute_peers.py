@@ -15,7 +15,7 @@ def told(advertiser: Advertiser) -> int:
     return sum(isinstance(it, wire.Entries) for it in adverts)
 
 
-def test_mute_peer_is_told_no_more_until_it_answers() -> None:
+def test_mute_peer_is_told_no_more_until_it_answers():
     tree, num_told = new_tree(), 0
     advertiser = Advertiser(tree, 16, lambda: None, lambda: 0.0)
     for number in range(2 * MAX_UNANSWERED):
@@ -37,7 +37,7 @@ def stored(tree: CacheTree, advertiser: Advertiser, name: str) -> None:
     told(advertiser)
 
 
-def test_wait_for_a_mute_peer_is_short() -> None:
+def test_wait_for_a_mute_peer_is_short():
     now = [100.0]
     tree = new_tree()
     advertiser = Advertiser(tree, 16, lambda: None, lambda: now[0])

@@ -16,14 +16,14 @@ BASE, OTHER = ModelId("a" * 32), ModelId("b" * 32)
 PAGES = pages_of(4)
 
 
-def test_a_text_names_each_model_that_has_a_name() -> None:
+def test_a_text_names_each_model_that_has_a_name():
     text = f"pages of {BASE}, none of {OTHER}, and not {BASE}c"
     assert with_names(text, {BASE: "base"}) == f"pages of base (aaaaaaaa), none of {OTHER}, " + (
         f"and not {BASE}c"
     )
 
 
-def test_names_from_a_peer_are_cleaned_and_bounded_and_rename_nothing() -> None:
+def test_names_from_a_peer_are_cleaned_and_bounded_and_rename_nothing():
     names = ModelNames()
     names.hear(OTHER, "")
     assert not names.now
@@ -39,7 +39,7 @@ def test_names_from_a_peer_are_cleaned_and_bounded_and_rename_nothing() -> None:
     assert len(names.now) == MAX_HEARD
 
 
-def test_a_supposed_name_gives_way_to_what_a_peer_or_this_server_says() -> None:
+def test_a_supposed_name_gives_way_to_what_a_peer_or_this_server_says():
     names = ModelNames()
     names.call(BASE, "mine")
     names.suppose({BASE: "profile", OTHER: "profile"})
@@ -50,7 +50,7 @@ def test_a_supposed_name_gives_way_to_what_a_peer_or_this_server_says() -> None:
     assert names.now == {BASE: "mine", OTHER: "other"}
 
 
-def test_an_advert_names_a_model_once() -> None:
+def test_an_advert_names_a_model_once():
     source, tree = new_tree(), new_tree()
     advertiser = Advertiser(source, 16, lambda: None, time.monotonic)
     view, adverts = RemoteView(tree, Location("tcp://worker:1")), []
@@ -74,7 +74,7 @@ def test_an_advert_names_a_model_once() -> None:
     advertiser.close()
 
 
-def test_a_name_goes_with_a_copy_and_on_to_the_workers_readers() -> None:
+def test_a_name_goes_with_a_copy_and_on_to_the_workers_readers():
     def cache(**fields: object) -> Cache:
         return Cache(FAMILY, CacheConfig(host_bytes=1 << 20, **fields))  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ def some_page(rng: random.Random) -> PageHash:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_finds_what_a_dict_finds(seed: int) -> None:
+def test_it_finds_what_a_dict_finds(seed):
     rng = random.Random(seed)
     index = PageIndex()
     where: dict[PageHash, list[tuple[Node, int]]] = {}
@@ -68,7 +68,7 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
     assert not index._ids and not index._more and not index._nodes
 
 
-def test_a_hash_of_another_size_is_refused() -> None:
+def test_a_hash_of_another_size_is_refused():
     index = PageIndex()
     with pytest.raises(ValueError, match="16 bytes"):
         index.put_new(Node(None, (PageHash(b"short"),)))

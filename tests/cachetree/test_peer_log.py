@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -43,7 +42,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     logging.getLogger("cachetree.peer").removeHandler(handler)
 
 
-def test_a_worker_that_is_not_there_yet_and_leaves(logged: list[str]) -> None:
+def test_a_worker_that_is_not_there_yet_and_leaves(logged):
     with socket.socket() as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(("127.0.0.1", 0))
@@ -64,7 +63,7 @@ def test_a_worker_that_is_not_there_yet_and_leaves(logged: list[str]) -> None:
     assert len(logged) == 3
 
 
-def test_a_worker_of_another_family(logged: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_of_another_family(logged, caplog):
     """Each side logs it. The worker logs it once for all connections from one place."""
     other = msgspec.structs.replace(FAMILY, rope="r" * 100_000)
     with (
@@ -82,7 +81,7 @@ def test_a_worker_of_another_family(logged: list[str], caplog: pytest.LogCapture
     assert "rope" in line and len(line) < 1000
 
 
-def test_text_from_a_worker_is_logged_on_one_line_without_colours(logged: list[str]) -> None:
+def test_text_from_a_worker_is_logged_on_one_line_without_colours(logged):
     rude = "a reason\nWARNING forged\x1b[31m"
 
     def end(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
@@ -98,7 +97,7 @@ def test_text_from_a_worker_is_logged_on_one_line_without_colours(logged: list[s
         assert "a reason WARNING forged" in line and line.isprintable()
 
 
-def test_a_worker_that_does_not_trust_us(logged: list[str], tmp_path: Path) -> None:
+def test_a_worker_that_does_not_trust_us(logged, tmp_path):
     us, them, friend = (new_party(tmp_path, name) for name in ("us", "them", "friend"))
     with (
         worker_of(new_tree(), **them.serving(friend)) as worker,
@@ -110,7 +109,7 @@ def test_a_worker_that_does_not_trust_us(logged: list[str], tmp_path: Path) -> N
     assert us.pair.public in line
 
 
-def test_a_worker_that_fails_too_often(logged: list[str]) -> None:
+def test_a_worker_that_fails_too_often(logged):
     def leave(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         worker.send(identity, b"what is no message")
 
@@ -127,7 +126,7 @@ def test_a_worker_that_fails_too_often(logged: list[str]) -> None:
     assert [line.partition(": ")[0] for line in logged] == [f"peer {worker.address} is resting"]
 
 
-def test_a_server_that_is_its_own_peer_is_told_before_it_starts() -> None:
+def test_a_server_that_is_its_own_peer_is_told_before_it_starts():
     for peer in (HERE, "tcp://localhost:7"):
         with pytest.raises(
             ConfigError, match=f"peers has {peer}, where this server itself listens"
@@ -136,7 +135,7 @@ def test_a_server_that_is_its_own_peer_is_told_before_it_starts() -> None:
     CacheConfig(worker=WorkerConfig(listen=HERE), peers=(HERE,), serves=False)
 
 
-def test_two_addresses_of_one_worker_are_reported_when_they_shake_hands(logged: list[str]) -> None:
+def test_two_addresses_of_one_worker_are_reported_when_they_shake_hands(logged):
     """The worker has the same identity at each of its addresses."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))

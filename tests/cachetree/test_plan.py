@@ -26,7 +26,7 @@ def plan(block: Span, num_layers: int = 6, sender: ModelId = S, **more: Any) -> 
     )
 
 
-def test_steps_name_e_first_and_then_kv_in_layer_order() -> None:
+def test_steps_name_e_first_and_then_kv_in_layer_order():
     assert plan(Span(2, 4)).steps == (
         Step(Kind.E, 2),
         Step(Kind.KV, 0),
@@ -77,7 +77,7 @@ def test_every_layer_is_loaded_or_recomputed_exactly_once(num_layers, one, two):
     assert [step.layer for step in made.steps if step.kind is Kind.KV] == list(made.loaded_layers)
 
 
-def test_spans_are_half_open() -> None:
+def test_spans_are_half_open():
     span = Span(2, 5)
     assert (len(span), list(span)) == (3, [2, 3, 4])
     assert 2 in span and 5 not in span and "2" not in span

@@ -103,7 +103,7 @@ def reason_for(*matches: Match, demand=DEMAND, profiles=PROFILES, costs=UNKNOWN)
     return nothing.reason
 
 
-def test_every_way_is_told_with_its_price_and_what_became_of_it() -> None:
+def test_every_way_is_told_with_its_price_and_what_became_of_it():
     """Full prefill takes 1.6 s. Over a link of 1 GB/s, E of ten pages takes 20 ms, and KV of one
     layer takes 10 ms."""
     matches = [match(S, location=FAR), match(S, 4, LOCAL, e={3: 2}), match(O)]
@@ -128,7 +128,7 @@ def test_every_way_is_told_with_its_price_and_what_became_of_it() -> None:
     assert reasons == ["not asked for", "not asked for", "no_profile"]
 
 
-def test_the_own_model_is_exact_and_needs_no_profile() -> None:
+def test_the_own_model_is_exact_and_needs_no_profile():
     plan = plan_for(match(R, 7, FAR, e={}), profiles={})
     assert plan == Plan(
         sender=R,
@@ -141,7 +141,7 @@ def test_the_own_model_is_exact_and_needs_no_profile() -> None:
     assert plan.is_exact
 
 
-def test_a_difference_that_the_server_found_itself_needs_no_profile() -> None:
+def test_a_difference_that_the_server_found_itself_needs_no_profile():
     demand = replace(DEMAND, first_differences={S: 6, O: 10})
     upper = plan_for(match(S), demand=demand, profiles={})
     assert (upper.block, upper.is_exact) == (Span(6, 10), True)
@@ -151,7 +151,7 @@ def test_a_difference_that_the_server_found_itself_needs_no_profile() -> None:
     assert reason_for(match(S), demand=none, profiles={}) is Reason.NO_PROFILE
 
 
-def test_one_step_recomputes_only_so_much() -> None:
+def test_one_step_recomputes_only_so_much():
     """Recomputing [3, 6) of 160 tokens is 320 token-layers: at 1 ms each, 0.32 s."""
     tokens = replace(DEMAND, max_recompute_tokens=50)
     assert plan_for(match(S), demand=tokens).pages == Span(0, 3)
@@ -167,7 +167,7 @@ def test_one_step_recomputes_only_so_much() -> None:
     assert recompute_s(plan, 16, MEASURED.recompute) == pytest.approx(0.32)
 
 
-def test_one_step_recomputes_and_copies_only_for_so_long() -> None:
+def test_one_step_recomputes_and_copies_only_for_so_long():
     """A page with [3, 6) takes 32 ms of recompute, and 18 ms of copies of 9 MB. All ten layers are
     10 MB."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, copy_byte_s=2e-3 / MB)})
@@ -178,7 +178,7 @@ def test_one_step_recomputes_and_copies_only_for_so_long() -> None:
     assert plan_for(match(R, location=FAR), demand=demand, costs=costs).pages == Span(0, 5)
 
 
-def test_another_model_needs_a_profile_that_passed() -> None:
+def test_another_model_needs_a_profile_that_passed():
     assert reason_for(match(S), profiles={}) is Reason.NO_PROFILE
     assert reason_for(match(O)) is Reason.NO_PROFILE
     assert reason_for(match(S), profiles=index_profiles([FAILED])) is Reason.GATE_FAILED
@@ -189,7 +189,7 @@ def test_another_model_needs_a_profile_that_passed() -> None:
     assert plan.transition_layers == (3,)
 
 
-def test_pages_on_the_device_are_not_fetched_again() -> None:
+def test_pages_on_the_device_are_not_fetched_again():
     plan = plan_for(match(R, 9), demand=replace(DEMAND, first_page=4))
     assert plan.pages == Span(4, 9)
     assert plan_for(match(R, 30)).pages == Span(0, 10)  # nor what the prompt does not have
@@ -201,7 +201,7 @@ def test_pages_on_the_device_are_not_fetched_again() -> None:
     assert plan_for(match(R, 7), demand=picky).pages == Span(4, 7)
 
 
-def test_e_limits_the_pages() -> None:
+def test_e_limits_the_pages():
     assert plan_for(match(S, e={3: 6})).pages == Span(0, 6)
     only_recommended = index_profiles([msgspec.structs.replace(PROFILE, blocks=(RECOMMENDED,))])
     assert reason_for(match(S, e={4: 10}), profiles=only_recommended) is Reason.NO_E
@@ -209,12 +209,12 @@ def test_e_limits_the_pages() -> None:
     assert reason_for(match(S, e={3: 6}), demand=later, profiles=only_recommended) is Reason.NO_E
 
 
-def test_a_block_from_the_first_layer_needs_no_e() -> None:
+def test_a_block_from_the_first_layer_needs_no_e():
     plan = plan_for(match(S, e={}))
     assert (plan.block, plan.pages, plan.transition_layers) == (Span(0, 8), Span(0, 10), ())
 
 
-def test_waiting_requests_get_the_fewest_layers_of_what_is_proven() -> None:
+def test_waiting_requests_get_the_fewest_layers_of_what_is_proven():
     quality = (BlockQuality(start=5, stop=7, quality=0.95), *PROFILE.blocks)
     profiles = index_profiles([msgspec.structs.replace(PROFILE, blocks=quality)])
     busy = replace(DEMAND, num_waiting=3, ttft_target_s=60)
@@ -223,7 +223,7 @@ def test_waiting_requests_get_the_fewest_layers_of_what_is_proven() -> None:
     assert plan_for(match(S), profiles=profiles).block == Span(3, 6)
 
 
-def test_an_idle_server_recomputes_as_much_as_the_target_allows() -> None:
+def test_an_idle_server_recomputes_as_much_as_the_target_allows():
     # 160 tokens: a layer takes 160 ms; [3,6) 0.34 s with E, [2,7) 0.66, [0,8) 1.12, full 1.6.
     def block(target_s: float, num_new_tokens: int = 0) -> Span:
         demand = replace(DEMAND, ttft_target_s=target_s, num_new_tokens=num_new_tokens)
@@ -238,7 +238,7 @@ def test_an_idle_server_recomputes_as_much_as_the_target_allows() -> None:
     assert block(1.2, num_new_tokens=20) == Span(2, 7)  # 0.2 s of them count
 
 
-def test_a_plan_that_is_not_faster_is_not_used() -> None:
+def test_a_plan_that_is_not_faster_is_not_used():
     slow = replace(MEASURED, links=links({FAR: 50 * MB}))
     # 10 layers x 10 pages = 100 MB take 2 s, full prefill 1.6 s.
     assert reason_for(match(R, location=FAR), costs=slow) is Reason.SLOWER
@@ -254,7 +254,7 @@ def test_a_plan_that_is_not_faster_is_not_used() -> None:
     assert reason_for(match(R, location=FAR), costs=expensive) is Reason.SLOWER
 
 
-def test_a_lossless_block_needs_no_gate() -> None:
+def test_a_lossless_block_needs_no_gate():
     profiles = index_profiles([msgspec.structs.replace(FAILED, first_difference=7)])
     assert plan_for(match(S), profiles=profiles).block == Span(7, 10)
     below = plan_for(match(S, e={3: 10}), profiles=profiles)
@@ -267,14 +267,14 @@ def test_a_lossless_block_needs_no_gate() -> None:
     assert plan_for(match(S, e={}), profiles=equal).block == EMPTY_SPAN
 
 
-def test_a_lossless_block_stands_beside_the_measured_ones() -> None:
+def test_a_lossless_block_stands_beside_the_measured_ones():
     profiles = index_profiles([msgspec.structs.replace(PROFILE, first_difference=9)])
     assert plan_for(match(S), profiles=profiles).block == Span(3, 6), "recommended"
     busy = replace(DEMAND, num_waiting=3)
     assert plan_for(match(S), demand=busy, profiles=profiles).block == Span(9, 10), "fewest layers"
 
 
-def test_a_block_that_is_lossless_and_proven_is_one_way() -> None:
+def test_a_block_that_is_lossless_and_proven_is_one_way():
     upper = BlockQuality(start=9, stop=10, quality=0.97)
     profile = msgspec.structs.replace(PROFILE, first_difference=9, blocks=(RECOMMENDED, upper))
     ways = [*weigh(Considered(DEMAND, [match(S, e={3: 10, 9: 10})], UNKNOWN), {(S, R): profile})]
@@ -285,7 +285,7 @@ def test_a_block_that_is_lossless_and_proven_is_one_way() -> None:
     ]
 
 
-def test_the_larger_saving_wins() -> None:
+def test_the_larger_saving_wins():
     own, other = match(R, 3), match(S, 10)
     assert plan_for(own, other).sender == S  # 3 x 10 layers saved against 10 x 7
     assert plan_for(match(R, 8), other).sender == R
@@ -294,7 +294,7 @@ def test_the_larger_saving_wins() -> None:
     assert plan_for(match(R, 10, FAR), match(R, 5), costs=slow).pages == Span(0, 5)
 
 
-def test_ties_go_to_the_exact_and_then_to_the_local_cache() -> None:
+def test_ties_go_to_the_exact_and_then_to_the_local_cache():
     free = msgspec.structs.replace(
         PROFILE, blocks=(BlockQuality(start=0, stop=0, quality=0.99),), recommended=None
     )
@@ -306,13 +306,13 @@ def test_ties_go_to_the_exact_and_then_to_the_local_cache() -> None:
     assert plan_for(match(R, location=FAR), match(S), profiles=profiles).sender == R
 
 
-def test_a_request_may_name_its_sender() -> None:
+def test_a_request_may_name_its_sender():
     named = replace(DEMAND, requested=Requested(sender=S))
     assert plan_for(match(R), match(S), demand=named).sender == S
     assert reason_for(match(R), demand=named) is Reason.NO_MATCH
 
 
-def test_a_request_may_name_a_block_that_passed() -> None:
+def test_a_request_may_name_a_block_that_passed():
     def asks(start: int, stop: int, **changes: object) -> Demand:
         wanted = Requested(sender=S, block=Span(start, stop))
         return replace(DEMAND, requested=wanted, **changes)  # type: ignore[arg-type]
@@ -329,7 +329,7 @@ def test_a_request_may_name_a_block_that_passed() -> None:
     assert plan_for(match(S, location=FAR), demand=asks(2, 7), costs=slow).block == Span(2, 7)
 
 
-def test_a_plan_names_the_map_of_its_block_unless_it_is_exact() -> None:
+def test_a_plan_names_the_map_of_its_block_unless_it_is_exact():
     e_map = EMap(layer=3, dtype="float32", sha256="digest")
     corrected = msgspec.structs.replace(RECOMMENDED, e_map=e_map)
     blocks = (corrected, *PROFILE.blocks[1:])
@@ -355,21 +355,21 @@ def test_a_plan_names_the_map_of_its_block_unless_it_is_exact() -> None:
     assert plan.e_map == ""
 
 
-def test_a_named_block_on_the_own_cache_needs_the_own_name() -> None:
+def test_a_named_block_on_the_own_cache_needs_the_own_name():
     by_name = replace(DEMAND, requested=Requested(sender=R, block=Span(2, 4)))
     assert plan_for(match(R), demand=by_name, profiles={}).block == Span(2, 4)
     by_block = replace(DEMAND, requested=Requested(block=Span(2, 7)))
     assert plan_for(match(R), demand=by_block).block == Span(0, 0)
 
 
-def test_the_own_cache_answers_who_wants_nothing_recomputed() -> None:
+def test_the_own_cache_answers_who_wants_nothing_recomputed():
     """An example is an activated adapter before its invocation, where its model is the base."""
     asked = replace(DEMAND, requested=Requested(block=EMPTY_SPAN))
     assert plan_for(match(R), demand=asked, profiles={}).is_exact
     assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
 
 
-def test_a_forbidden_block_is_refused_whoever_has_the_pages() -> None:
+def test_a_forbidden_block_is_refused_whoever_has_the_pages():
     """It is refused even if the own cache could answer, or if the device has all pages."""
     asked = replace(DEMAND, requested=Requested(block=Span(4, 5)))
     for held in (0, 10):
@@ -384,7 +384,7 @@ def test_a_forbidden_block_is_refused_whoever_has_the_pages() -> None:
     assert plan_for(match(R), demand=lossless, profiles={}).block == EMPTY_SPAN
 
 
-def test_an_approximate_plan_goes_on_from_approximate_kv() -> None:
+def test_an_approximate_plan_goes_on_from_approximate_kv():
     """An exact plan continues from exact KV. Both plans have to save more than the pages on the
     device do."""
     held = replace(DEMAND, first_page=2, first_approximate=4)
@@ -413,14 +413,14 @@ def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(
 
 
 @pytest.mark.parametrize("place", ["pool:", "pool:lora"])
-def test_slower_plan_names_where_its_pages_are(place: str) -> None:
+def test_slower_plan_names_where_its_pages_are(place):
     nearly = replace(DEMAND, first_page=9, first_approximate=0)
     choice = choose(nearly, [match(S, location=Location(place))], PROFILES, MEASURED)
     assert isinstance(choice, NoReuse)
     assert f" at {place.removesuffix(':')}: full prefill is faster" in choice.detail
 
 
-def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
+def test_without_the_gate_a_failed_profile_still_names_blocks():
     free = replace(DEMAND, gate=Gate.NONE)
     failed = index_profiles([FAILED])
     assert plan_for(match(S), demand=free, profiles=failed).block == Span(3, 6)
@@ -431,13 +431,13 @@ def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
     )
 
 
-def test_the_reason_is_the_one_of_the_match_that_came_furthest() -> None:
+def test_the_reason_is_the_one_of_the_match_that_came_furthest():
     assert reason_for(match(R, 0), match(O)) is Reason.NO_PROFILE
     slow = replace(MEASURED, links=links({FAR: 50 * MB}))
     assert reason_for(match(O), match(R, location=FAR), costs=slow) is Reason.SLOWER
 
 
-def test_a_repeat_that_the_device_answers_is_not_called_slower() -> None:
+def test_a_repeat_that_the_device_answers_is_not_called_slower():
     """This holds also if an exact plan for the same pages would take as long as a full prefill."""
     held = replace(DEMAND, first_approximate=10)
     lossless = msgspec.structs.replace(PROFILE, first_difference=0)
@@ -449,7 +449,7 @@ def test_a_repeat_that_the_device_answers_is_not_called_slower() -> None:
     assert reason_for(match(O), match(S), demand=held) is Reason.NO_PROFILE
 
 
-def test_reasons_are_labels() -> None:
+def test_reasons_are_labels():
     assert [reason.value for reason in Reason] == [
         "off",
         "no_match",
@@ -475,7 +475,7 @@ def test_reasons_are_labels() -> None:
         (Span(0, 10), 1.44),
     ],
 )
-def test_the_prediction(block: Span, seconds: float) -> None:
+def test_the_prediction(block, seconds):
     plan = plan_for(match(S, location=FAR))
     plan = replace(plan, block=block)
     assert times_of(plan, 16, MEASURED).ttft_s == pytest.approx(seconds)
@@ -483,7 +483,7 @@ def test_the_prediction(block: Span, seconds: float) -> None:
     assert full_prefill_s(Span(0, 160), MEASURED.prefill) == pytest.approx(1.6)
 
 
-def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer() -> None:
+def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer():
     recompute = MEASURED.recompute
     assert recompute is not None
     late = replace(MEASURED, recompute=replace(recompute, margin=1.25))
@@ -493,7 +493,7 @@ def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer() -> None:
 
 
 @pytest.mark.parametrize("slower", [1, 30, 1000])
-def test_a_late_transfer_and_a_recompute_that_is_off_are_not_expected_at_once(slower: int) -> None:
+def test_a_late_transfer_and_a_recompute_that_is_off_are_not_expected_at_once(slower):
     assert MEASURED.recompute is not None
     link = replace(MEASURED.links[FAR], byte_s=slower * MEASURED.links[FAR].byte_s)
     measured = replace(MEASURED, links={FAR: link})
@@ -507,7 +507,7 @@ def test_a_late_transfer_and_a_recompute_that_is_off_are_not_expected_at_once(sl
     assert times[0] > times[3]
 
 
-def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
+def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves():
     """Either the recompute's speed is unknown, or the prompt is longer than any measured prompt and
     its rest is not."""
     prefill = MEASURED.prefill
@@ -520,7 +520,7 @@ def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
         assert saving_s(plan, DEMAND, costs) is None
 
 
-def test_pages_beyond_the_plan_are_prefilled() -> None:
+def test_pages_beyond_the_plan_are_prefilled():
     """Four of ten pages are prefilled, at 0.16 s each."""
     plan = replace(plan_for(match(S, location=FAR)), pages=Span(0, 6))
     ttft_s = times_of(plan, 16, MEASURED).ttft_s
@@ -529,7 +529,7 @@ def test_pages_beyond_the_plan_are_prefilled() -> None:
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.floats(1e6, 1e10))
-def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_s: float) -> None:
+def test_the_prediction_is_the_pipelined_schedule(one, two, bytes_per_s):
     block = Span(min(one, two), max(one, two))
     costs = replace(MEASURED, links=links({FAR: bytes_per_s}))
     plan = replace(plan_for(match(S, location=FAR)), block=block)
@@ -545,7 +545,7 @@ def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_
 
 
 @pytest.mark.parametrize("num_waiting", [0, 1])
-def test_a_plan_may_wait_longer_than_it_saves(num_waiting: int) -> None:
+def test_a_plan_may_wait_longer_than_it_saves(num_waiting):
     """Ten pages of ten layers: full prefill takes 1.6 s, and their KV is 100 MB."""
     demand = replace(DEMAND, num_waiting=num_waiting)
     for mb_per_s in (124, 63, 62):
@@ -561,7 +561,7 @@ def test_a_plan_may_wait_longer_than_it_saves(num_waiting: int) -> None:
     assert saving_s(plan, demand, UNKNOWN) is None
 
 
-def test_a_request_is_to_wait_for_what_its_plan_is_predicted_to_wait() -> None:
+def test_a_request_is_to_wait_for_what_its_plan_is_predicted_to_wait():
     """E of [3, 6) takes 0.2 s. KV takes 0.7 s, of which the recompute hides 0.32 s."""
     link = Link(byte_s=1e-8)
     costs = replace(MEASURED, links={FAR: link})

@@ -54,7 +54,7 @@ def block(start: int, stop: int, quality: float) -> BlockQuality:
     return BlockQuality(start=start, stop=stop, quality=quality)
 
 
-def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_predicted() -> None:
+def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_predicted():
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=0.25)})
     plan = plan_for(match(S, location=FAR))
     compute_s = 160 * (len(plan.block) - 1) * 1e-3
@@ -171,7 +171,7 @@ def test_why_nothing_is_reused_is_told_to_a_person(demand, matches, profiles, re
     ("most", "block", "num_pages"),
     [(90, Span(3, 6), 10), (89, Span(3, 6), 9), (63, Span(3, 6), 7), (9, Span(0, 8), 4)],
 )
-def test_a_plan_is_cut_to_what_the_staging_takes(most: int, block: Span, num_pages: int) -> None:
+def test_a_plan_is_cut_to_what_the_staging_takes(most, block, num_pages):
     """A page takes one megabyte for each loaded layer, and two for E. With [3, 6) these are 9 MB.
     With [0, 8), which starts from embeddings, these are 2 MB."""
     demand = replace(DEMAND, max_fetch_bytes=most * MB)
@@ -181,7 +181,7 @@ def test_a_plan_is_cut_to_what_the_staging_takes(most: int, block: Span, num_pag
     assert (local.block, local.pages) == (Span(3, 6), Span(0, 10)), "it is read in place"
 
 
-def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers() -> None:
+def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers():
     """There are two senders, one of which has no proven block at all."""
     other = msgspec.structs.replace(PROFILE, sender=OTHER, blocks=(block(1, 9, 0.99),))
     refused = choose(asking(Span(4, 5)), [match(R)], index_profiles([PROFILE, other]), UNKNOWN)
@@ -192,20 +192,20 @@ def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers()
 
 
 @pytest.mark.parametrize("requested", [Requested(), Requested(block=EMPTY_SPAN)])
-def test_first_of_equal_plans_is_taken(requested: Requested) -> None:
+def test_first_of_equal_plans_is_taken(requested):
     demand = replace(DEMAND, requested=requested, first_differences={O: 10})
     for first, second in ((O, R), (R, O)):
         assert plan_for(match(first), match(second), demand=demand, profiles={}).sender == first
 
 
-def test_entries_are_encoded_everywhere_but_in_the_engines_pool() -> None:
+def test_entries_are_encoded_everywhere_but_in_the_engines_pool():
     lossy = replace(DEMAND, is_lossy=True)
     assert plan_for(match(S), demand=lossy).is_lossy
     assert not plan_for(match(S, location=Location("pool:adapter")), demand=lossy).is_lossy
     assert not plan_for(match(S)).is_lossy
 
 
-def test_remaining_prefill_counts_towards_the_target() -> None:
+def test_remaining_prefill_counts_towards_the_target():
     """The rest takes 0.64 s if 6 of 10 pages are reused, and the block takes 0.19 s or 0.67 s."""
     demand = replace(DEMAND, ttft_target_s=1.0)
     profiles = profile_with(block(0, 8, 0.99), block(3, 6, 0.96))
@@ -213,7 +213,7 @@ def test_remaining_prefill_counts_towards_the_target() -> None:
     assert plan.block == Span(3, 6)
 
 
-def test_better_plan_is_taken_among_equal_recomputes_in_time() -> None:
+def test_better_plan_is_taken_among_equal_recomputes_in_time():
     demand = replace(DEMAND, ttft_target_s=60.0)
     profiles = profile_with(block(3, 8, 0.96), block(2, 7, 0.97))
     plan = plan_for(match(S), demand=demand, profiles=profiles, costs=MEASURED)
@@ -221,7 +221,7 @@ def test_better_plan_is_taken_among_equal_recomputes_in_time() -> None:
 
 
 @pytest.mark.parametrize(("full", "chosen"), [(1.0, Span(3, 10)), (0.96, Span(2, 9))])
-def test_better_plan_is_taken_among_equal_savings(full: float, chosen: Span) -> None:
+def test_better_plan_is_taken_among_equal_savings(full, chosen):
     """A lossless plan has the quality that was measured for full prefill."""
     profiles = profile_with(block(2, 9, 0.97), full=full)
     demand = replace(BUSY, first_differences={S: 3})
@@ -230,13 +230,13 @@ def test_better_plan_is_taken_among_equal_savings(full: float, chosen: Span) -> 
     assert plan.block == chosen
 
 
-def test_fastest_plan_is_taken_if_none_is_in_time() -> None:
+def test_fastest_plan_is_taken_if_none_is_in_time():
     profiles = profile_with(block(0, 8, 0.99), block(2, 7, 0.97), block(3, 6, 0.96))
     demand = replace(DEMAND, ttft_target_s=0.001)
     assert plan_for(match(S), demand=demand, profiles=profiles, costs=MEASURED).block == Span(3, 6)
 
 
-def test_a_plan_that_takes_exactly_the_target_is_in_time() -> None:
+def test_a_plan_that_takes_exactly_the_target_is_in_time():
     costs = replace(MEASURED, links=links({FAR: 1e12}))
     slow = plan_for(match(S, location=FAR), demand=replace(DEMAND, ttft_target_s=60.0), costs=costs)
     exactly_s = times_of(slow, 16, costs).ttft_s
@@ -246,7 +246,7 @@ def test_a_plan_that_takes_exactly_the_target_is_in_time() -> None:
     assert again.block == slow.block == Span(0, 8)
 
 
-def test_a_profile_is_used_up_to_the_length_that_it_was_measured_on() -> None:
+def test_a_profile_is_used_up_to_the_length_that_it_was_measured_on():
     longer = replace(DEMAND, num_pages=11)
     profiles = measured_on(160)
     assert isinstance(choose(DEMAND, [match(S)], profiles, MEASURED), Plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -27,7 +26,7 @@ def profile(recommended: BlockQuality | None) -> PairProfile:
     return profile_of(identity("s", 4), identity("r", 4), BLOCK, recommended=recommended)
 
 
-def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
+def test_a_profile_survives_the_disk(tmp_path):
     file = tmp_path / "pair.json"
     write_profile(profile(BLOCK), file)
     assert read_profile(file) == profile(BLOCK)
@@ -35,7 +34,7 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     assert BLOCK.block == Span(1, 3)
 
 
-def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path: Path) -> None:
+def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path):
     """Its blocks were never proven without the refreshed layers."""
     file = tmp_path / "pair.json"
     write_profile(profile(BLOCK), file)
@@ -46,13 +45,13 @@ def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path: Path) -
         read_profile(file)
 
 
-def test_profile_names_the_transition_layers_of_its_plans() -> None:
+def test_profile_names_the_transition_layers_of_its_plans():
     assert profile(BLOCK).transition_layers() == {1}
     assert profile(BlockQuality(start=0, stop=3, quality=0.8)).transition_layers() == frozenset()
     assert profile(None).transition_layers() == frozenset()
 
 
-def test_models_that_are_equal_below_a_layer_need_no_gate() -> None:
+def test_models_that_are_equal_below_a_layer_need_no_gate():
     failed = msgspec.structs.replace(profile(BLOCK), passed=False)
     assert failed.lossless is None and not failed.is_usable
     assert failed.transition_layers() == frozenset()
@@ -65,7 +64,7 @@ def test_models_that_are_equal_below_a_layer_need_no_gate() -> None:
     assert equal.transition_layers() == frozenset()
 
 
-def test_unknown_fields_are_ignored_and_unknown_versions_are_not(tmp_path: Path) -> None:
+def test_unknown_fields_are_ignored_and_unknown_versions_are_not(tmp_path):
     file = tmp_path / "pair.json"
     raw = msgspec.to_builtins(profile(None))
     file.write_bytes(msgspec.json.encode({**raw, "later": 1}))
@@ -75,7 +74,7 @@ def test_unknown_fields_are_ignored_and_unknown_versions_are_not(tmp_path: Path)
         read_profile(file)
 
 
-def test_invalid_profile_is_refused_with_its_fault(tmp_path: Path) -> None:
+def test_invalid_profile_is_refused_with_its_fault(tmp_path):
     file = tmp_path / "pair.json"
     with pytest.raises(ProfileError, match=r"pair\.json cannot be read"):
         read_profile(file)
@@ -107,7 +106,7 @@ def test_a_profile_names_no_layers_that_there_are_not(tmp_path, wrong, named):
     assert read_profile(file).first_difference == 4
 
 
-def test_a_model_is_all_of_its_identity() -> None:
+def test_a_model_is_all_of_its_identity():
     one = identity("r")
     assert one.model_id == identity("r").model_id
     changes = {"weights": "x", "tokenizer": "x", "rope": "x", "num_layers": 5}
@@ -115,7 +114,7 @@ def test_a_model_is_all_of_its_identity() -> None:
     assert len(ids | {one.model_id}) == 5
 
 
-def test_page_sizes_in_bytes() -> None:
+def test_page_sizes_in_bytes():
     whole = family(model_dtype="bfloat16", kv_dtype="bfloat16")
     assert whole.kv_page_bytes == 16 * 2 * 2 * 2 * 2  # tokens, K and V, heads, head_dim, bytes
     assert whole.e_page_bytes == 16 * 8 * 2
@@ -128,7 +127,7 @@ def test_page_sizes_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
-def test_e_that_ranks_cannot_share_out_is_refused(codec: Codec) -> None:
+def test_e_that_ranks_cannot_share_out_is_refused(codec):
     with pytest.raises(ConfigError, match="tp_size is 3, which does not divide hidden_size 8"):
         _ = family(codec=codec, tp_size=3).e_page_bytes
     of_eight = family(codec=codec, tp_size=8)
@@ -140,7 +139,7 @@ def test_e_that_ranks_cannot_share_out_is_refused(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
-def test_e_has_the_models_dtype_and_kv_its_own(codec: Codec) -> None:
+def test_e_has_the_models_dtype_and_kv_its_own(codec):
     def of(model_dtype: str, kv_dtype: str) -> Family:
         return family(model_dtype=model_dtype, kv_dtype=kv_dtype, codec=codec)
 
@@ -151,7 +150,7 @@ def test_e_has_the_models_dtype_and_kv_its_own(codec: Codec) -> None:
         of("bfloat16", "bfloat16").require_equal(of("float16", "bfloat16"), who="peer")
 
 
-def test_a_family_mismatch_names_the_field() -> None:
+def test_a_family_mismatch_names_the_field():
     ours = family()
     ours.require_equal(family(), who="peer")
     changes = {"page_size": 32, "tokenizer": "x", "rope": "x", "num_layers": 5, "tp_rank": 1}

@@ -27,13 +27,13 @@ def undocumented(name: str, thing: object) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", cachetree.__all__)
-def test_every_public_name_is_documented(name: str) -> None:
+def test_every_public_name_is_documented(name):
     thing = getattr(cachetree, name)
     if inspect.isclass(thing) or inspect.isfunction(thing):
         assert list(undocumented(name, thing)) == []
 
 
-def test_undocumented_names_are_reported() -> None:
+def test_undocumented_names_are_reported():
     class Silent:
         """A class with a docstring, and with a method that has none."""
 
@@ -46,7 +46,7 @@ def test_undocumented_names_are_reported() -> None:
     assert list(undocumented("function", silent)) == ["function"]
 
 
-def test_the_import_brings_in_no_more_than_the_cache_needs() -> None:
+def test_the_import_brings_in_no_more_than_the_cache_needs():
     """The test counts modules, not seconds."""
     code = f"import sys, cachetree; print([it for it in {LATE!r} if it in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

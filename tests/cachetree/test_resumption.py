@@ -123,7 +123,7 @@ SAME_CONNECTION = (damaged, missing, doubled, refused)
 
 
 @pytest.mark.parametrize("harm", [*SAME_CONNECTION, goodbye, noise])
-def test_the_rest_is_asked_for_and_what_landed_is_kept(harm: Callable[..., bool]) -> None:
+def test_the_rest_is_asked_for_and_what_landed_is_kept(harm):
     with (
         BreakingWorker(harm, num_broken=2) as worker,
         peer_of(worker.address, new_tree(), PATIENT) as peer,
@@ -159,7 +159,7 @@ def test_retries_are_bounded(harm, num_errors):
 
 
 @pytest.mark.parametrize(("towards", "place"), [(Towards.WORKER, 0), (Towards.PEER, -1)])
-def test_lost_frames_are_missed_at_the_next_heartbeat(towards: Towards, place: int) -> None:
+def test_lost_frames_are_missed_at_the_next_heartbeat(towards, place):
     """The lost frame is the request, or the last frame: no later frame shows the gap."""
     rarely = msgspec.structs.replace(PATIENT, heartbeat_s=0.5, frame_bytes=FRAME_BYTES)
     with (
@@ -177,7 +177,7 @@ def test_lost_frames_are_missed_at_the_next_heartbeat(towards: Towards, place: i
         assert peer.status.num_losses == 1
 
 
-def test_pages_gone_after_a_restart_are_stale() -> None:
+def test_pages_gone_after_a_restart_are_stale():
     class Emptied(BreakingWorker):
         def _stream(self, identity: bytes, fetch: wire.Fetch) -> None:
             if self.fetches:
@@ -200,8 +200,8 @@ def test_pages_gone_after_a_restart_are_stale() -> None:
     ("resume_s", "deadline_s", "error"), [(30.0, 0.6, DeadlineExceeded), (0.3, 60.0, FetchError)]
 )
 def test_a_worker_that_stays_away_costs_no_more_than_the_patience_for_it(
-    resume_s: float, deadline_s: float, error: type[FetchError]
-) -> None:
+    resume_s, deadline_s, error
+):
     source = new_tree(PAGES)
     patient = msgspec.structs.replace(FAST, resume_s=resume_s)
     with (
@@ -221,7 +221,7 @@ def test_a_worker_that_stays_away_costs_no_more_than_the_patience_for_it(
         assert peer.state is PeerState.CONNECTING
 
 
-def test_a_handshake_that_breaks_off_meanwhile_is_tried_again() -> None:
+def test_a_handshake_that_breaks_off_meanwhile_is_tried_again():
     source = new_tree(PAGES)
     patient = msgspec.structs.replace(FAST, resume_s=30.0)
     with (
@@ -242,7 +242,7 @@ def test_a_handshake_that_breaks_off_meanwhile_is_tried_again() -> None:
         assert peer.status.num_failed_fetches == 0
 
 
-def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:
+def test_a_fetch_that_is_given_up_between_connections_is_forgotten():
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker,
         peer_of(worker.address, new_tree()) as peer,
@@ -256,7 +256,7 @@ def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:
         assert peer.status.num_failed_fetches == 0
 
 
-def test_one_that_cannot_be_asked_for_again_keeps_no_other_from_it() -> None:
+def test_one_that_cannot_be_asked_for_again_keeps_no_other_from_it():
     first, second = new_staging(16), new_staging(16)
     num_asked = 0
 
@@ -276,7 +276,7 @@ def test_one_that_cannot_be_asked_for_again_keeps_no_other_from_it() -> None:
         assert "internal error" in str(first.error)
 
 
-def test_a_lost_last_advert_is_missed_at_the_next_heartbeat() -> None:
+def test_a_lost_last_advert_is_missed_at_the_next_heartbeat():
     source, tree = new_tree(PAGES[:8]), new_tree()
     with (
         worker_of(source) as worker,

@@ -16,7 +16,7 @@ from cachetree.tree.eviction import Retention
 from cachetree.tree.tree import CacheTree
 
 
-def test_a_pin_of_pages_that_are_no_prompt_keeps_what_begins_as_they_do() -> None:
+def test_a_pin_of_pages_that_are_no_prompt_keeps_what_begins_as_they_do():
     tree = make_tree()
     store(tree, A, "a")
     store(tree, A, "ab")
@@ -30,7 +30,7 @@ def test_a_pin_of_pages_that_are_no_prompt_keeps_what_begins_as_they_do() -> Non
     assert not tree.unpin(None, path("unknown"))
 
 
-def test_a_cache_hands_its_settings_on() -> None:
+def test_a_cache_hands_its_settings_on():
     with pytest.raises(ConfigError, match="ttl_s is 0"):
         CacheConfig(ttl_s=0)
     config = CacheConfig(host_bytes=4 * PAGE, serves=False, ttl_s=10, max_pinned_share=0.25)
@@ -48,7 +48,7 @@ def test_a_cache_hands_its_settings_on() -> None:
         assert cache.tree.num_pages == 1
 
 
-def test_sweep_of_a_crowd_takes_several_turns() -> None:
+def test_sweep_of_a_crowd_takes_several_turns():
     """So a caller of `sweep`, such as a forward that stores its pages, waits only for a short
     time."""
     clock = FakeTime()
@@ -65,7 +65,7 @@ def test_sweep_of_a_crowd_takes_several_turns() -> None:
     assert tree.num_pages == 0
 
 
-def test_an_operators_question_keeps_nothing_in_memory() -> None:
+def test_an_operators_question_keeps_nothing_in_memory():
     """The question may be about the cache's own entries, or about those of peers."""
     clock, pages = FakeTime(), path("abcdefgh")
     with Cache(FAMILY, CacheConfig(host_bytes=100 * PAGE, ttl_s=1), clock=clock) as cache:

@@ -19,12 +19,12 @@ from cachetree.planning.plan import Strategy
         (Strategy.PIPELINED, [8.0, 9.0]),
     ],
 )
-def test_the_papers_example(strategy: Strategy, expected: list[float]) -> None:
+def test_the_papers_example(strategy, expected):
     assert ttfts(PAPER, strategy) == expected
     assert ttfts(PAPER[::-1], strategy) == expected[::-1]
 
 
-def test_a_request_that_waits_for_its_e_does_not_block_the_device() -> None:
+def test_a_request_that_waits_for_its_e_does_not_block_the_device():
     sizes = {"num_layers": 2, "load": 10.0, "e_load": 5.0}
     slow = Request(block=Span(1, 2), recompute=1.0, **sizes)
     quick = Request(block=Span(0, 2), recompute=3.0, arrival=1.0, **sizes)
@@ -33,7 +33,7 @@ def test_a_request_that_waits_for_its_e_does_not_block_the_device() -> None:
     assert ttfts([slow, quick], Strategy.REUSED_FIRST) == [16.0, 18.0]
 
 
-def test_a_free_device_takes_the_first_request_of_those_that_are_ready() -> None:
+def test_a_free_device_takes_the_first_request_of_those_that_are_ready():
     busy = Request(block=Span(0, 1), num_layers=1, load=1.0, recompute=5.0, e_load=1.0)
     first = Request(block=Span(1, 2), num_layers=2, load=1.0, recompute=2.0, e_load=3.0)
     later = Request(
@@ -43,7 +43,7 @@ def test_a_free_device_takes_the_first_request_of_those_that_are_ready() -> None
     assert ttfts([busy, first, later], Strategy.PIPELINED) == [5.0, 7.0, 8.0]
 
 
-def test_nothing_to_do_takes_no_time() -> None:
+def test_nothing_to_do_takes_no_time():
     assert ttfts([], Strategy.PIPELINED) == []
     busy, idle = (
         Request(block=Span(0, 0), num_layers=it, load=9.0, recompute=0.0, e_load=1.0, arrival=it)
@@ -73,7 +73,7 @@ def some_requests(draw: st.DrawFn) -> list[Request]:
 
 @settings(deadline=None)
 @given(some_requests())
-def test_a_request_alone_takes_what_its_parts_take(requests: list[Request]) -> None:
+def test_a_request_alone_takes_what_its_parts_take(requests):
     alone = requests[0]
     (everything,), (reused,), (pipelined,) = (ttfts([alone], strategy) for strategy in Strategy)
     e_load = alone.e_load if alone.block.start > 0 and len(alone.block) else 0

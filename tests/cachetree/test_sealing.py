@@ -35,7 +35,7 @@ def opened(seals: Seals, *parts: bytes) -> list[bytes]:
     return plain
 
 
-def test_messages_of_both_directions_are_opened_in_order() -> None:
+def test_messages_of_both_directions_are_opened_in_order():
     worker, peer = pair_of()
     for _ in range(3):
         for sender, receiver in ((worker, peer), (peer, worker)):
@@ -46,7 +46,7 @@ def test_messages_of_both_directions_are_opened_in_order() -> None:
         assert opened(peer, worker.seal(b"")) == [b""]
 
 
-def test_a_long_payload_goes_in_pieces() -> None:
+def test_a_long_payload_goes_in_pieces():
     worker, peer = pair_of()
     payload = memoryview(bytes(range(256)) * (3 * PIECE_BYTES // 256 - 1))
     message = sealed(worker, payload)
@@ -58,7 +58,7 @@ def test_a_long_payload_goes_in_pieces() -> None:
         opened(peer, header, second, first, third)
 
 
-def test_any_bit_that_changes_is_noticed() -> None:
+def test_any_bit_that_changes_is_noticed():
     chance = random.Random(5)
     for part in range(2):
         for _ in range(500):
@@ -69,7 +69,7 @@ def test_any_bit_that_changes_is_noticed() -> None:
                 opened(peer, *map(bytes, message))
 
 
-def test_each_message_is_opened_once_at_its_place_and_by_its_receiver() -> None:
+def test_each_message_is_opened_once_at_its_place_and_by_its_receiver():
     worker, peer = pair_of()
     first, second = (sealed(worker) for _ in range(2))
     stranger, _ = pair_of()
@@ -98,7 +98,7 @@ def pair_like(seals: Seals) -> Seals:
     return fresh
 
 
-def test_a_header_in_clear_that_is_lost_repeated_or_damaged_ends_what_follows() -> None:
+def test_a_header_in_clear_that_is_lost_repeated_or_damaged_ends_what_follows():
     worker = Unsealed()
     first, second, third = (worker.seal(HEADER) for _ in range(3))
     for name, headers in (
@@ -117,7 +117,7 @@ def test_a_header_in_clear_that_is_lost_repeated_or_damaged_ends_what_follows() 
     assert [peer.open(memoryview(it)) for it in (first, second, third)] == [HEADER] * 3
 
 
-def test_no_nonce_comes_twice() -> None:
+def test_no_nonce_comes_twice():
     nonces = {
         frames._nonce(number, by_worker=by_worker)
         for number in (0, 1, 255, 256, 1 << 40)
@@ -127,7 +127,7 @@ def test_no_nonce_comes_twice() -> None:
     assert {len(it) for it in nonces} == {12}
 
 
-def test_every_seal_takes_a_number_of_its_own() -> None:
+def test_every_seal_takes_a_number_of_its_own():
     """Equal texts are never sealed to equal bytes: not as header or piece, and not by either
     side."""
     worker, peer = pair_of()
@@ -141,7 +141,7 @@ def test_every_seal_takes_a_number_of_its_own() -> None:
     assert len({bytes(it) for it in made}) == 200
 
 
-def test_a_ticket_does_not_show_its_key() -> None:
+def test_a_ticket_does_not_show_its_key():
     ticket = new_ticket(7)
     message = wire.hello(FAMILY, "m", 1, ticket=ticket)
     for shown in (repr(message), str(ticket), f"{ticket}"):
@@ -157,7 +157,7 @@ def test_a_ticket_does_not_show_its_key() -> None:
     "changed",
     [{"key": bytes(31)}, {"key": bytes(33)}, {"token": b""}, {"port": 0}],
 )
-def test_a_ticket_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
+def test_a_ticket_that_cannot_be_is_refused(changed):
     fields = msgspec.structs.asdict(new_ticket(7)) | changed
     body = msgspec.structs.asdict(wire.hello(FAMILY, "m", 1)) | {"ticket": fields}
     header = wire.with_checksum(msgspec.msgpack.encode({"type": "hello", **body}))

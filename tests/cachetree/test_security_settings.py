@@ -9,11 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
-from security_parts import Party
 from transport_parts import (
     FAMILY,
     FAST,
@@ -70,7 +68,7 @@ def test_a_worker_that_would_be_open_or_closed_to_all_does_not_start(
         assert word in line
 
 
-def test_a_wide_address_is_bound_with_keys_or_when_asked_for(us: Party, friend: Party) -> None:
+def test_a_wide_address_is_bound_with_keys_or_when_asked_for(us, friend):
     with worker_of(new_tree(PAGES), listen="tcp://0.0.0.0:0", **us.serving(friend)) as worker:
         address = Location(worker.address.replace("0.0.0.0", "127.0.0.1"))
         with peer_of(address, new_tree(), friend.asking(us)) as peer:
@@ -87,7 +85,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_all_addresses_of_a_machine_are_those_of_both_kinds() -> None:
+def test_all_addresses_of_a_machine_are_those_of_both_kinds():
     with worker_of(new_tree(PAGES), listen="tcp://[::]:0", insecure=True) as worker:
         for host in ("127.0.0.1", "[::1]"):
             with peer_of(Location(worker.address.replace("[::]", host)), new_tree()) as peer:
@@ -151,7 +149,7 @@ def test_a_cache_speaks_to_each_peer_with_its_own_key(us, friend, stranger):
         ),
     ],
 )
-def test_keys_of_peers_are_checked(config: dict[str, object], word: str) -> None:
+def test_keys_of_peers_are_checked(config, word):
     with pytest.raises(ConfigError, match=word):
         Cache(FAMILY, msgspec.convert(config, CacheConfig))
 
@@ -178,7 +176,7 @@ def test_status_and_ping_prove_themselves(us, friend, stranger, capsys):
         assert "has another one or none" in capsys.readouterr().err
 
 
-def test_a_served_cache_is_read_with_a_key(us: Party, friend: Party, tmp_path: Path) -> None:
+def test_a_served_cache_is_read_with_a_key(us, friend, tmp_path):
     """The test takes the whole way: keys from files, settings from YAML, and a fetch between two
     caches."""
     settings = {

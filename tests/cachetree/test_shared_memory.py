@@ -111,7 +111,7 @@ def test_memory_of_another_process_than_the_worker_is_not_read(arena, wrong):
         assert open_arenas().count(inode) == 1
 
 
-def test_a_pipe_in_its_place_blocks_nobody(arena: Arena) -> None:
+def test_a_pipe_in_its_place_blocks_nobody(arena):
     source = new_tree(PAGES, memory=arena)
     read, write = os.pipe()
     arena.file = msgspec.structs.replace(arena.file, fd=read)  # type: ignore[misc]
@@ -122,7 +122,7 @@ def test_a_pipe_in_its_place_blocks_nobody(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("peers_choice", [False, True])
-def test_either_side_can_switch_it_off(arena: Arena, peers_choice: bool) -> None:
+def test_either_side_can_switch_it_off(arena, peers_choice):
     source = new_tree(PAGES, memory=arena)
     config = msgspec.structs.replace(FAST, shared_memory=peers_choice)
     with (
@@ -133,7 +133,7 @@ def test_either_side_can_switch_it_off(arena: Arena, peers_choice: bool) -> None
         fetch_all(peer, PAGES)
 
 
-def test_a_connection_holds_one_mapping_and_no_descriptor(arena: Arena) -> None:
+def test_a_connection_holds_one_mapping_and_no_descriptor(arena):
     source, inode = new_tree(PAGES, memory=arena), inode_of(arena)
 
     def num() -> tuple[int, int]:
@@ -149,7 +149,7 @@ def test_a_connection_holds_one_mapping_and_no_descriptor(arena: Arena) -> None:
             eventually(lambda: num() == (1, 1))
 
 
-def test_pages_stay_until_the_last_of_them_is_copied(arena: Arena) -> None:
+def test_pages_stay_until_the_last_of_them_is_copied(arena):
     source = new_tree(PAGES, memory=arena)
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         staging = StalledStaging(16)
@@ -163,7 +163,7 @@ def test_pages_stay_until_the_last_of_them_is_copied(arena: Arena) -> None:
         eventually_free(source)
 
 
-def test_a_receiver_that_goes_frees_what_it_has_not_read(arena: Arena) -> None:
+def test_a_receiver_that_goes_frees_what_it_has_not_read(arena):
     source = new_tree(PAGES, memory=arena)
     with worker_of(source) as worker:
         with peer_of(worker.address, new_tree()) as peer:
@@ -175,7 +175,7 @@ def test_a_receiver_that_goes_frees_what_it_has_not_read(arena: Arena) -> None:
         eventually_free(source)
 
 
-def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Arena) -> None:
+def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena):
     source = new_tree(PAGES, memory=arena)
     lease = source.lease(MODEL, PAGES, "test", Deadline.after(60), PARTS)
     with worker_of(source) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
@@ -237,7 +237,7 @@ def test_places_that_are_wrong_cost_that_fetch_only(arena, changed):
         eventually(lambda: wire.Cancel(id=1) in worker.received)
 
 
-def test_places_in_a_memory_that_is_not_read_are_an_error() -> None:
+def test_places_in_a_memory_that_is_not_read_are_an_error():
     def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         worker.send(identity, SOUND)
 
@@ -247,7 +247,7 @@ def test_places_in_a_memory_that_is_not_read_are_an_error() -> None:
             wait_all(staging)
 
 
-def test_a_worker_that_is_killed_leaves_nothing_open() -> None:
+def test_a_worker_that_is_killed_leaves_nothing_open():
     pages = pages_of(256)
     before = set(open_arenas())
     with worker_process(256, 1e6) as (process, address), peer_of(address, new_tree()) as peer:
@@ -261,7 +261,7 @@ def test_a_worker_that_is_killed_leaves_nothing_open() -> None:
         eventually(lambda: before.issuperset(open_arenas()))
 
 
-def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena: Arena) -> None:
+def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena):
     context = zmq.Context()
     with worker_of(new_tree(PAGES, memory=arena)) as worker:
         for family, expected in (
@@ -278,7 +278,7 @@ def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena: Are
     context.destroy(linger=0)
 
 
-def test_a_checksum_is_made_once_and_finds_what_changes_later(arena: Arena) -> None:
+def test_a_checksum_is_made_once_and_finds_what_changes_later(arena):
     source = new_tree(PAGES, memory=arena)
     with worker_of(source) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
         for _ in range(2):

@@ -3,8 +3,6 @@ from memory."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from checkpoint_parts import NUM_LAYERS, weights, write
@@ -43,14 +41,14 @@ def length(tensor: np.ndarray) -> float:
     ],
     ids=["noise", "of rank one", "one column"],
 )
-def test_the_distance_is_known_within_ten_percent(change: np.ndarray, share: float) -> None:
+def test_the_distance_is_known_within_ten_percent(change, share):
     after = BIG + change * np.float32(share * length(BIG) / length(change))
     sketches = ({Q: sketch_of(Q, "F32", content(it))} for it in (BIG, after))
     found = distances(*sketches, NUM_LAYERS)
     assert found == pytest.approx((0.0, 0.0, length(after - BIG) / length(BIG), 0.0), rel=0.1)
 
 
-def test_a_half_precision_tensor_has_the_sketch_of_its_values() -> None:
+def test_a_half_precision_tensor_has_the_sketch_of_its_values():
     halves = (BIG.view(np.uint32) >> 16).astype(np.uint16)
     values = (halves.astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(
@@ -60,7 +58,7 @@ def test_a_half_precision_tensor_has_the_sketch_of_its_values() -> None:
         sketch_of(Q, "F8_E4M3", content(halves))
 
 
-def test_each_change_counts_at_its_place_and_a_head_at_none(tmp_path: Path) -> None:
+def test_each_change_counts_at_its_place_and_a_head_at_none(tmp_path):
     before = weights(0)
     after = before | {EMBED: before[EMBED] * 1.5, Q: before[Q] * 1.25, HEAD: before[HEAD] * 2}
     start = write(tmp_path / "before", before)
@@ -72,7 +70,7 @@ def test_each_change_counts_at_its_place_and_a_head_at_none(tmp_path: Path) -> N
     assert 0 < found[2] < 0.25, "another matrix of the layer has not changed"
 
 
-def test_a_change_that_is_no_number_is_infinite(tmp_path: Path) -> None:
+def test_a_change_that_is_no_number_is_infinite(tmp_path):
     before = weights(0)
     start = write(tmp_path / "before", before)
     served = read_weights(start).sketched(start)
@@ -80,7 +78,7 @@ def test_a_change_that_is_no_number_is_infinite(tmp_path: Path) -> None:
     assert served.after_folder(broken).distances_from(served) == (0.0, 0.0, np.inf, 0.0)
 
 
-def test_tensors_from_memory_have_the_distance_of_a_folder(tmp_path: Path) -> None:
+def test_tensors_from_memory_have_the_distance_of_a_folder(tmp_path):
     old, new = weights(0), weights(1)
     start = write(tmp_path / "old", old)
     served = read_weights(start).sketched(start)
@@ -100,7 +98,7 @@ def test_tensors_from_memory_have_the_distance_of_a_folder(tmp_path: Path) -> No
     assert whole.distances_from(read_weights(start)) is None, "nothing asked for sketches"
 
 
-def test_a_folder_that_ends_early_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_ends_early_is_named(tmp_path):
     folder = write(tmp_path / "m")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])

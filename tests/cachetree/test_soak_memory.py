@@ -49,7 +49,7 @@ def child(kind: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(("kind", "grows"), [("own", (64, 0)), ("mapped", (0, 64))])
-def test_own_memory_is_told_from_mapped(kind: str, grows: tuple[int, int]) -> None:
+def test_own_memory_is_told_from_mapped(kind, grows):
     with child(kind) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "begins\n"
@@ -77,7 +77,7 @@ def samples(own_mib_per_hour: float, mapped_mib_per_hour: float) -> list[tuple[f
     ]
 
 
-def test_growing_mapped_memory_and_fluctuating_own_memory_pass() -> None:
+def test_growing_mapped_memory_and_fluctuating_own_memory_pass():
     growth = growth_per_hour(samples(own_mib_per_hour=0, mapped_mib_per_hour=50))
     assert growth["mapped"] == pytest.approx(50 / 600, rel=0.05)
     assert abs(growth["own"]) < LIMIT_PER_HOUR / 100

@@ -41,7 +41,7 @@ def in_thread(function: Callable[..., Any], *args: Any) -> tuple[threading.Threa
     return thread, outcome
 
 
-def test_steps_land_piece_by_piece() -> None:
+def test_steps_land_piece_by_piece():
     staging = make()
     assert staging.steps == (E2, KV0, KV1)
     assert staging.num_bytes == 16
@@ -58,14 +58,14 @@ def test_steps_land_piece_by_piece() -> None:
 
 
 @pytest.mark.parametrize(("offset", "text"), [(3, "ab"), (-1, "a"), (0, "abcde"), (5, "a")])
-def test_bytes_outside_a_step_are_refused(offset: int, text: str) -> None:
+def test_bytes_outside_a_step_are_refused(offset, text):
     staging = make()
     with pytest.raises(ValueError, match="do not fit"):
         staging.write(E2, offset, payload(text))
     assert staging.num_landed_bytes == 0
 
 
-def test_more_bytes_than_a_step_has_are_refused() -> None:
+def test_more_bytes_than_a_step_has_are_refused():
     staging = make()
     staging.write(E2, 0, payload("abc"))
     with pytest.raises(ValueError, match="do not fit"):
@@ -73,7 +73,7 @@ def test_more_bytes_than_a_step_has_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seconds", [30, math.inf])
-def test_a_waiting_reader_wakes_when_its_step_lands(seconds: float) -> None:
+def test_a_waiting_reader_wakes_when_its_step_lands(seconds):
     staging = make(seconds)
     thread, outcome = in_thread(staging.wait, KV0)
     staging.write(E2, 0, payload("abcd"))
@@ -84,7 +84,7 @@ def test_a_waiting_reader_wakes_when_its_step_lands(seconds: float) -> None:
     assert outcome == [None]
 
 
-def test_a_failure_wakes_every_reader_and_the_first_one_counts() -> None:
+def test_a_failure_wakes_every_reader_and_the_first_one_counts():
     staging = make()
     waits = [in_thread(staging.wait, step) for step in (KV0, KV1)]
     first = ProtocolError("broken")
@@ -96,7 +96,7 @@ def test_a_failure_wakes_every_reader_and_the_first_one_counts() -> None:
     assert staging.error is first
 
 
-def test_landed_bytes_stay_readable_after_a_failure() -> None:
+def test_landed_bytes_stay_readable_after_a_failure():
     staging = make()
     staging.write(E2, 0, payload("abcd"))
     staging.fail(ProtocolError("broken"))
@@ -105,7 +105,7 @@ def test_landed_bytes_stay_readable_after_a_failure() -> None:
         staging.wait(KV0)
 
 
-def test_a_failure_after_the_last_byte_is_no_failure() -> None:
+def test_a_failure_after_the_last_byte_is_no_failure():
     staging = make()
     for step, text in ((E2, "abcd"), (KV0, "012345"), (KV1, "012345")):
         staging.write(step, 0, payload(text))
@@ -114,7 +114,7 @@ def test_a_failure_after_the_last_byte_is_no_failure() -> None:
     staging.wait(KV1)
 
 
-def test_a_cancelled_fetch_stops_its_writer() -> None:
+def test_a_cancelled_fetch_stops_its_writer():
     staging = make()
     staging.cancel()
     with pytest.raises(Cancelled):
@@ -123,7 +123,7 @@ def test_a_cancelled_fetch_stops_its_writer() -> None:
         staging.wait(E2)
 
 
-def test_every_wait_ends_at_the_deadline() -> None:
+def test_every_wait_ends_at_the_deadline():
     staging = make(seconds=0.1)
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="kv of layer 1"):
@@ -132,7 +132,7 @@ def test_every_wait_ends_at_the_deadline() -> None:
     assert isinstance(staging.error, DeadlineExceeded)
 
 
-def test_a_readers_own_deadline_ends_its_wait_and_not_the_fetch() -> None:
+def test_a_readers_own_deadline_ends_its_wait_and_not_the_fetch():
     staging = make()
     with pytest.raises(DeadlineExceeded, match="kv of layer 0"):
         staging.wait(KV0, Deadline.after(0.05))
@@ -144,7 +144,7 @@ def test_a_readers_own_deadline_ends_its_wait_and_not_the_fetch() -> None:
         staging.wait(KV1, Deadline.after(0.05))
 
 
-def test_the_time_of_the_last_byte_is_kept() -> None:
+def test_the_time_of_the_last_byte_is_kept():
     now_s = [3.0]
     staging = Staging({E2: 4}, Deadline.after(9, lambda: now_s[0]))
     assert (staging.started_s, staging.completed_s) == (3.0, None)
@@ -155,7 +155,7 @@ def test_the_time_of_the_last_byte_is_kept() -> None:
     assert staging.completed_s == 6.0
 
 
-def test_bytes_that_cross_a_border_of_runs_come_to_their_places() -> None:
+def test_bytes_that_cross_a_border_of_runs_come_to_their_places():
     runs = [memoryview(bytearray(2)), memoryview(bytearray(4))]
     staging = Staging({KV0: 6}, Deadline.after(30), {KV0: runs})
     room = staging.room(KV0, 0, 3)
@@ -169,7 +169,7 @@ def test_bytes_that_cross_a_border_of_runs_come_to_their_places() -> None:
     assert [bytes(view) for view in staging.views(KV0)] == [b"01", b"2345"]
 
 
-def test_no_error_that_is_kept_keeps_a_view() -> None:
+def test_no_error_that_is_kept_keeps_a_view():
     pool = Arena(40)
     staging = staged(pool, {KV0: Blocks(2, 10), KV1: Blocks(2, 10)}, Deadline.after(30))
 
@@ -198,7 +198,7 @@ def test_no_error_that_is_kept_keeps_a_view() -> None:
     assert pool.lent_bytes == 0
 
 
-def test_memory_goes_back_with_the_last_view_of_a_released_fetch() -> None:
+def test_memory_goes_back_with_the_last_view_of_a_released_fetch():
     pool = Arena(40)
     ended: list[Staging] = []
 
@@ -224,7 +224,7 @@ def test_memory_goes_back_with_the_last_view_of_a_released_fetch() -> None:
     assert pool.lent_bytes == 0, "it was dropped without a release"
 
 
-def test_deadlines_count_down() -> None:
+def test_deadlines_count_down():
     now_s = [10.0]
     deadline = Deadline.after(5, lambda: now_s[0])
     assert (deadline.remaining_s(), deadline.has_passed) == (5.0, False)
@@ -234,7 +234,7 @@ def test_deadlines_count_down() -> None:
     assert deadline.remaining_s() == 0.0
 
 
-def test_a_large_copy_lets_other_threads_run() -> None:
+def test_a_large_copy_lets_other_threads_run():
     payload = memoryview(bytes(256 << 20))
     staging = Staging({E2: payload.nbytes}, Deadline.after(60))
     is_over = threading.Event()
@@ -260,7 +260,7 @@ def test_a_large_copy_lets_other_threads_run() -> None:
 
 
 @pytest.mark.parametrize("tell", [Staging.check, lambda it: it.wait(KV0)])
-def test_an_error_that_was_told_keeps_no_frames(tell: Callable[[Staging], None]) -> None:
+def test_an_error_that_was_told_keeps_no_frames(tell):
     staging = make()
     staging.check()
     staging.fail(ProtocolError("a test"))

@@ -29,7 +29,7 @@ def breaking(items: Iterator[object]) -> None:
             raise RuntimeError("a test")
 
 
-def test_items_of_a_failed_thread_fail_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_items_of_a_failed_thread_fail_at_once(caplog):
     failed: list[tuple[int, str]] = []
     thread = WorkerThread(
         "a-thread", breaking, fail=lambda it, error: failed.append((it, str(error)))
@@ -42,7 +42,7 @@ def test_items_of_a_failed_thread_fail_at_once(caplog: pytest.LogCaptureFixture)
     assert "a-thread" in line and "a test" in line
 
 
-def test_a_thread_that_waits_keeps_nothing_of_what_it_took() -> None:
+def test_a_thread_that_waits_keeps_nothing_of_what_it_took():
     def take(items: Iterator[Item]) -> None:
         for item in items:
             del item
@@ -55,13 +55,13 @@ def test_a_thread_that_waits_keeps_nothing_of_what_it_took() -> None:
     thread.close(10)
 
 
-def test_a_system_without_priorities_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_priorities_ends_no_thread(monkeypatch):
     monkeypatch.delattr("os.SCHED_BATCH")
     monkeypatch.setattr("os.setpriority", lambda *_: None)
     lower_priority()
 
 
-def test_a_connection_whose_sender_ends_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_whose_sender_ends_is_over(monkeypatch):
     monkeypatch.setattr(send_queue, "lower_priority", lambda: 1 / 0)
     near, far = socket.socketpair()
     with near, far:

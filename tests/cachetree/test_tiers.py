@@ -88,7 +88,7 @@ class ShelfTier:
         self.num_closed += 1
 
 
-def test_a_tier_may_note_its_speed_in_several_threads() -> None:
+def test_a_tier_may_note_its_speed_in_several_threads():
     made: list[ShelfTier] = []
     most_at_once = num_at_once = 0
 
@@ -115,7 +115,7 @@ def test_a_tier_may_note_its_speed_in_several_threads() -> None:
     assert most_at_once == 1
 
 
-def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
+def test_a_tier_is_searched_matched_fetched_from_and_closed():
     made: list[ShelfTier] = []
 
     def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
@@ -181,14 +181,14 @@ def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(num_readers, num
         assert cache.link(SHELF).seconds(page_bytes) == pytest.approx(page_bytes / (1 << 20))
 
 
-def test_a_cache_without_tiers_searches_nothing() -> None:
+def test_a_cache_without_tiers_searches_nothing():
     with Cache(FAMILY, CacheConfig(serves=False)) as cache:
         assert cache.search(pages_of(4)) == []
         staging = cache.fetch(plan_of(SHELF, Span(0, 4)), pages_of(4), Deadline.after(5))
         eventually(lambda: "shelf is not a peer" in str(staging.error))
 
 
-def test_a_search_ends_at_its_deadline() -> None:
+def test_a_search_ends_at_its_deadline():
     now = [0.0]
     search = Search(Deadline(5.0, lambda: now[0]))
     assert not search.is_over
@@ -196,7 +196,7 @@ def test_a_search_ends_at_its_deadline() -> None:
     assert search.is_over
 
 
-def test_a_tier_that_cannot_work_stops_the_start_and_closes_the_others() -> None:
+def test_a_tier_that_cannot_work_stops_the_start_and_closes_the_others():
     made: list[ShelfTier] = []
 
     def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
@@ -215,7 +215,7 @@ def written_behind(tree: CacheTree, write: Write) -> WriteBehind:
     return WriteBehind(tree, SHELF, "test-write", write, time.monotonic, lambda it: len(it.pages))
 
 
-def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
+def test_a_write_that_is_under_way_learns_that_its_time_is_over():
     """This holds from the first entry on. The thread may ask even before the constructor
     returns."""
     begun = threading.Event()

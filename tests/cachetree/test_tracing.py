@@ -56,7 +56,7 @@ def ended(exporter: InMemorySpanExporter) -> ReadableSpan:
     return span
 
 
-def test_a_served_fetch_is_a_child_span_of_its_request() -> None:
+def test_a_served_fetch_is_a_child_span_of_its_request():
     with traced_sender() as (sender, exporter):
         fetch(sender.address, CONTEXT)
         span = ended(exporter)
@@ -75,7 +75,7 @@ def test_a_served_fetch_is_a_child_span_of_its_request() -> None:
     }
 
 
-def test_a_fetch_of_pages_that_are_gone_says_so() -> None:
+def test_a_fetch_of_pages_that_are_gone_says_so():
     with traced_sender() as (sender, exporter):
         with cache_of(peers=(sender.address,), serves=False) as receiver:
             assert receiver.wait_ready(20)
@@ -88,14 +88,14 @@ def test_a_fetch_of_pages_that_are_gone_says_so() -> None:
 
 
 @pytest.mark.parametrize("said", ["", "x", "00-" + 52 * "0", CONTEXT[:-3], "ff" + CONTEXT[2:]])
-def test_invalid_trace_context_makes_no_span(said: str) -> None:
+def test_invalid_trace_context_makes_no_span(said):
     with traced_sender() as (sender, exporter):
         fetch(sender.address, said)
         fetch(sender.address, CONTEXT)  # So that one would have been there.
         ended(exporter)
 
 
-def test_a_context_that_is_too_long_is_not_read() -> None:
+def test_a_context_that_is_too_long_is_not_read():
     asked = wire.Fetch(
         id=1,
         model=MODEL,
@@ -133,7 +133,7 @@ def test_a_worker_of_its_own_sends_its_spans_to_the_collector_that_its_file_name
     assert not span.error
 
 
-def test_without_tracing_opentelemetry_is_not_loaded(tmp_path: Path) -> None:
+def test_without_tracing_opentelemetry_is_not_loaded(tmp_path):
     with kept_by(tmp_path) as address:
         fetch(address, CONTEXT)
 
@@ -150,7 +150,7 @@ def kept_by(tmp_path: Path, **settings: object) -> Iterator[Location]:
             yield address
 
 
-def test_a_worker_says_what_it_needs_for_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_says_what_it_needs_for_traces(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with (
         pytest.raises(ConfigError, match=r"pip install 'sglang\[tracing\]'"),

@@ -77,7 +77,7 @@ def num_matched(tree: CacheTree) -> int:
     return max((match.num_pages for match in tree.match(PAGES)), default=0)
 
 
-def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order() -> None:
+def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order():
     tree = new_tree()
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, tree) as peer:
         (match,) = tree.match(PAGES)
@@ -91,7 +91,7 @@ def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order() -> None:
     assert max(size for *_, size in staging.writes) <= most
 
 
-def test_a_part_of_a_prefix_and_steps_of_any_number() -> None:
+def test_a_part_of_a_prefix_and_steps_of_any_number():
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
         staging = begun(peer, PAGES[70:100], steps=[Step(Kind.KV, 3)])
         check_content(staging, PAGES[70:100])
@@ -99,7 +99,7 @@ def test_a_part_of_a_prefix_and_steps_of_any_number() -> None:
         wait_all(empty)
 
 
-def test_short_runs_are_joined_into_larger_frames() -> None:
+def test_short_runs_are_joined_into_larger_frames():
     tree = new_tree()
     parent = None
     for page in PAGES:
@@ -110,7 +110,7 @@ def test_short_runs_are_joined_into_larger_frames() -> None:
     assert len(staging.writes) == staging.num_bytes // (64 << 10)
 
 
-def test_peers_learn_of_what_comes_and_what_goes() -> None:
+def test_peers_learn_of_what_comes_and_what_goes():
     source, tree = new_tree(PAGES[:10]), new_tree()
     with worker_of(source) as worker, peer_of(worker.address, tree):
         assert tree.match(PAGES)[0].num_pages == 10
@@ -121,7 +121,7 @@ def test_peers_learn_of_what_comes_and_what_goes() -> None:
 
 
 @pytest.mark.parametrize("max_pending_changes", [4096, 1])
-def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes: int) -> None:
+def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes):
     """After each change the peers know the new tree, also if two changes come together, and if a
     slow peer gets a new snapshot instead."""
     source, trees = new_tree(), [new_tree(), new_tree()]
@@ -139,7 +139,7 @@ def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes: int)
         eventually(worker.knowing())
 
 
-def test_worker_does_not_wait_for_a_peer_that_left() -> None:
+def test_worker_does_not_wait_for_a_peer_that_left():
     source = new_tree()
     with worker_of(source) as worker:
         with RawPeer(worker.address):
@@ -150,7 +150,7 @@ def test_worker_does_not_wait_for_a_peer_that_left() -> None:
         eventually(knows)
 
 
-def test_only_local_entries_are_advertised() -> None:
+def test_only_local_entries_are_advertised():
     first, second, third = new_tree(PAGES), new_tree(), new_tree()
     with (
         worker_of(first) as a,
@@ -162,14 +162,14 @@ def test_only_local_entries_are_advertised() -> None:
         assert not third.match(PAGES)
 
 
-def test_a_large_tree_is_advertised_whole() -> None:
+def test_a_large_tree_is_advertised_whole():
     pages = pages_of(5000)
     tree = new_tree()
     with worker_of(new_tree(pages)) as worker, peer_of(worker.address, tree):
         assert tree.match(pages)[0].num_pages == 5000
 
 
-def test_a_slow_subscriber_gets_a_new_snapshot_instead_of_a_gap() -> None:
+def test_a_slow_subscriber_gets_a_new_snapshot_instead_of_a_gap():
     source, tree = new_tree(PAGES[:1]), new_tree()
     with worker_of(source, max_pending_changes=2) as worker, peer_of(worker.address, tree) as peer:
         for stop in range(2, 129):
@@ -182,7 +182,7 @@ def test_a_slow_subscriber_gets_a_new_snapshot_instead_of_a_gap() -> None:
         assert peer.state is PeerState.READY
 
 
-def test_another_family_is_refused_by_field_and_leaves_no_entries() -> None:
+def test_another_family_is_refused_by_field_and_leaves_no_entries():
     other = msgspec.structs.replace(FAMILY, rope='{"theta": 5e5}')
     tree = new_tree(family=other)
     with (
@@ -201,7 +201,7 @@ def test_another_family_is_refused_by_field_and_leaves_no_entries() -> None:
             wait_all(staging)
 
 
-def test_pages_that_are_gone_are_stale() -> None:
+def test_pages_that_are_gone_are_stale():
     source = new_tree(PAGES)
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         for model, pages in ((ModelId("nobody"), PAGES), (MODEL, pages_of(256, "q"))):
@@ -217,7 +217,7 @@ def test_pages_that_are_gone_are_stale() -> None:
         assert source.num_pages == 0, "a refused fetch kept its lease"
 
 
-def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
+def test_cancel_stops_the_stream_and_frees_the_lease():
     source = new_tree(PAGES)
     with (
         worker_of(source, max_bytes_per_s=1e6) as worker,
@@ -234,7 +234,7 @@ def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
         assert worker.status().num_sent_bytes < staging.num_bytes // 2
 
 
-def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes() -> None:
+def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes():
     """The worker says so when it is asked, long before the next heartbeat."""
     pages = pages_of(256)
     quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
@@ -251,7 +251,7 @@ def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes() -> None:
         eventually(lambda: worker.status().fetches_by_outcome == {"cancelled": 1})
 
 
-def test_a_deadline_ends_both_sides() -> None:
+def test_a_deadline_ends_both_sides():
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=1e6) as worker,
         peer_of(worker.address, new_tree()) as peer,
@@ -265,7 +265,7 @@ def test_a_deadline_ends_both_sides() -> None:
         assert peer.status.bytes_per_s == pytest.approx(1e6, rel=0.5)
 
 
-def test_impossible_fetch_fails_at_once_and_others_do_not() -> None:
+def test_impossible_fetch_fails_at_once_and_others_do_not():
     """One fetch has a name that is no text. Another has no time limit; it gets the longest that a
     worker allows."""
     with (
@@ -284,7 +284,7 @@ def test_impossible_fetch_fails_at_once_and_others_do_not() -> None:
         check_content(other, PAGES)
 
 
-def test_two_fetches_share_the_link_evenly() -> None:
+def test_two_fetches_share_the_link_evenly():
     arrivals: list[int] = []
 
     class Marked(RecordingStaging):
@@ -309,7 +309,7 @@ def test_two_fetches_share_the_link_evenly() -> None:
     assert 0.4 * half <= sum(arrivals[:half]) <= 0.6 * half
 
 
-def test_the_cap_is_kept_within_a_fifth_and_measured() -> None:
+def test_the_cap_is_kept_within_a_fifth_and_measured():
     """The clocks run at a quarter of the speed, so a delayed thread changes the result less."""
 
     def clock() -> float:
@@ -329,7 +329,7 @@ def test_the_cap_is_kept_within_a_fifth_and_measured() -> None:
         assert max(size for *_, size in staging.writes) <= 50_000  # 10 ms
 
 
-def test_a_worker_tells_its_numbers() -> None:
+def test_a_worker_tells_its_numbers():
     with worker_of(new_tree(PAGES), model="me") as worker, peer_of(worker.address, new_tree()):
         status = ask_status(worker.address, timeout_s=5)
         assert status == worker.status()
@@ -340,7 +340,7 @@ def test_a_worker_tells_its_numbers() -> None:
         ask_status(worker.address, timeout_s=0.05)
 
 
-def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -> None:
+def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches():
     with worker_of(new_tree(PAGES), max_bytes_per_s=1e6) as worker:
         tree = new_tree()
         peer = Peer(tree, worker.address, FAST)
@@ -361,7 +361,7 @@ def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -
                 wait_all(each)
 
 
-def test_a_name_that_stands_for_several_hosts_leads_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_stands_for_several_hosts_leads_to_one(monkeypatch):
     """The session is opened where the ticket came from, whatever the name stands for meanwhile."""
     hosts = iter(["127.0.0.1", "127.0.0.99", "127.0.0.1", "127.0.0.99"])
 
@@ -376,7 +376,7 @@ def test_a_name_that_stands_for_several_hosts_leads_to_one(monkeypatch: pytest.M
             assert peer.status.num_losses == 0
 
 
-def test_a_worker_is_as_patient_as_the_kernel_can_be() -> None:
+def test_a_worker_is_as_patient_as_the_kernel_can_be():
     with (
         worker_of(new_tree(), silence_s=65_534) as worker,
         peer_of(worker.address, new_tree()) as peer,
@@ -386,7 +386,7 @@ def test_a_worker_is_as_patient_as_the_kernel_can_be() -> None:
         WorkerConfig(silence_s=86_400)
 
 
-def test_a_taken_or_foreign_address_stops_the_start() -> None:
+def test_a_taken_or_foreign_address_stops_the_start():
     with worker_of(new_tree()) as worker, pytest.raises(ConfigError, match="cannot be bound"):
         Worker(new_tree(), WorkerConfig(listen=worker.address))
     with pytest.raises(ConfigError, match="insecure"):

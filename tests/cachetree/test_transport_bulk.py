@@ -82,7 +82,7 @@ def behind_proxies(
             yield proxy.address, proxy
 
 
-def test_nothing_is_readable_on_the_wire(us: Party, friend: Party) -> None:
+def test_nothing_is_readable_on_the_wire(us, friend):
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         port = ticket_of(worker.address, friend.asking(us)).port
         with (
@@ -97,7 +97,7 @@ def test_nothing_is_readable_on_the_wire(us: Party, friend: Party) -> None:
         assert telling not in seen + bytes(control.seen)
 
 
-def test_entries_are_copied_and_read_from_the_copy(us: Party, friend: Party) -> None:
+def test_entries_are_copied_and_read_from_the_copy(us, friend):
     copies = new_tree()
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as engine,
@@ -110,7 +110,7 @@ def test_entries_are_copied_and_read_from_the_copy(us: Party, friend: Party) -> 
         assert engine.status().num_protocol_errors == 0
 
 
-def test_a_peer_on_the_same_host_still_copies_from_memory(us: Party, friend: Party) -> None:
+def test_a_peer_on_the_same_host_still_copies_from_memory(us, friend):
     tree = new_tree(PAGES, memory=Arena(256 << 20))
     with (
         worker_of(tree, **us.serving(friend)) as worker,
@@ -197,7 +197,7 @@ def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(us, fr
             fetch_all(honest, PAGES)
 
 
-def test_a_ticket_is_worth_nothing_after_a_while(us: Party, friend: Party) -> None:
+def test_a_ticket_is_worth_nothing_after_a_while(us, friend):
     with worker_of(new_tree(PAGES), silence_s=0.3, **us.serving(friend)) as worker:
         ticket = ticket_of(worker.address, friend.asking(us))
         assert worker.status().num_peers == 0
@@ -216,7 +216,7 @@ ZMTP_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
 
 
 @pytest.mark.long
-def test_strangers_at_the_bulk_port_get_nothing_and_hold_nothing(us: Party, friend: Party) -> None:
+def test_strangers_at_the_bulk_port_get_nothing_and_hold_nothing(us, friend):
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         port = ticket_of(worker.address, friend.asking(us)).port
         before = num_descriptors()
@@ -242,7 +242,7 @@ def test_strangers_at_the_bulk_port_get_nothing_and_hold_nothing(us: Party, frie
         eventually(lambda: num_descriptors() <= before + 2)
 
 
-def test_a_peer_that_cannot_reach_the_bulk_port_is_told_which(us: Party, friend: Party) -> None:
+def test_a_peer_that_cannot_reach_the_bulk_port_is_told_which(us, friend):
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
         Tap(worker.address, ELSEWHERE) as control,
@@ -269,7 +269,7 @@ def test_a_setting_without_effect_is_refused(kind, settings, words):
         assert word in str(caught.value)
 
 
-def test_a_taken_bulk_port_stops_the_worker(us: Party, friend: Party) -> None:
+def test_a_taken_bulk_port_stops_the_worker(us, friend):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"bulk_port is .*{port}.* cannot be bound"):

@@ -118,7 +118,7 @@ BROKEN_PROTOCOL += unknown_tag, unasked_fetch, impossible_entries
 
 
 @pytest.mark.parametrize("script", [*WRONG_CONTENT, *BROKEN_PROTOCOL])
-def test_wrong_content_costs_that_fetch_only_and_a_broken_protocol_the_connection(script: Script):
+def test_wrong_content_costs_that_fetch_only_and_a_broken_protocol_the_connection(script):
     with ScriptedWorker(script) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
         staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError):
@@ -132,7 +132,7 @@ def test_wrong_content_costs_that_fetch_only_and_a_broken_protocol_the_connectio
 
 
 @pytest.mark.parametrize("breaker_errors", [1, 9])
-def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors: int) -> None:
+def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors):
     """The peer remembers the error until the next one. The first error may also end the session."""
     config = msgspec.structs.replace(ONCE, breaker_errors=breaker_errors, cooldown_s=0.1)
     arena = Arena(len(STEPS) * SIZE)
@@ -147,7 +147,7 @@ def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors: int) -> None:
         eventually(lambda: peer.state is PeerState.READY)
 
 
-def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -> None:
+def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection():
     """Later bytes fill its frame, so the next header cannot be read."""
 
     def short(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
@@ -194,7 +194,7 @@ def test_another_answer_than_a_hello_ends_the_attempt(answer, named):
         assert named in str(peer.error)
 
 
-def test_a_silent_worker_is_lost() -> None:
+def test_a_silent_worker_is_lost():
     def silent(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         worker.answers_pings = False
 
@@ -205,7 +205,7 @@ def test_a_silent_worker_is_lost() -> None:
             wait_all(staging)
 
 
-def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -> None:
+def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped():
     """A fetch with less time ends at its deadline. A fetch that is requested meanwhile fails at
     once."""
     pages = pages_of(256)
@@ -243,7 +243,7 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -
             assert tree.match(pages)[0].num_pages == 256
 
 
-def test_a_stopped_worker_is_lost_and_found() -> None:
+def test_a_stopped_worker_is_lost_and_found():
     """SIGSTOP keeps the connection open, so only the heartbeat shows the loss."""
     pages = pages_of(64)
     tree, config = new_tree(), msgspec.structs.replace(FAST, silence_s=SILENCE_S)
@@ -256,7 +256,7 @@ def test_a_stopped_worker_is_lost_and_found() -> None:
         assert tree.match(pages)
 
 
-def test_a_peer_keeps_the_deadline_although_nobody_waits() -> None:
+def test_a_peer_keeps_the_deadline_although_nobody_waits():
     def silent(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         pass
 
@@ -266,7 +266,7 @@ def test_a_peer_keeps_the_deadline_although_nobody_waits() -> None:
         eventually(lambda: wire.Cancel(id=1) in worker.received)
 
 
-def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next() -> None:
+def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next():
     """This holds until its bytes have arrived, or until the worker says that no more will come."""
     part, orders = FAST.frame_bytes, queue.SimpleQueue[Frame | wire.Ended | None]()
     pages = pages_of(256)
@@ -319,7 +319,7 @@ def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next() -> None:
         assert peer.state is PeerState.READY
 
 
-def test_part_of_a_frame_is_measured_if_its_reader_left_before_the_rest() -> None:
+def test_part_of_a_frame_is_measured_if_its_reader_left_before_the_rest():
     """If a user stops two requests in a row, the link does not look slow."""
     quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
     now, pages, half = [1000.0], pages_of(1024), bytes(512 * PAGE_BYTES)

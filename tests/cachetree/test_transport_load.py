@@ -70,7 +70,7 @@ def counting(worker: Worker) -> Counter[str]:
 
 
 @pytest.mark.parametrize("frame_bytes", [64 << 10, 4096])
-def test_two_receivers_get_equal_shares_also_with_other_frames(frame_bytes: int) -> None:
+def test_two_receivers_get_equal_shares_also_with_other_frames(frame_bytes):
     """The cap keeps both connections free, so only the worker decides which peer is next."""
     other = msgspec.structs.replace(FAST, frame_bytes=frame_bytes)
     with (
@@ -126,7 +126,7 @@ def metered_worker() -> Iterator[MeteredWorker]:
 
 
 @pytest.mark.parametrize("fault", [Fault.THROTTLE, Fault.STALL])
-def test_a_slow_receiver_takes_no_memory(fault: Fault) -> None:
+def test_a_slow_receiver_takes_no_memory(fault):
     """Bytes that the kernel does not accept stay in the arena, without a copy."""
     with (
         metered_worker() as worker,
@@ -146,7 +146,7 @@ def test_a_slow_receiver_takes_no_memory(fault: Fault) -> None:
         assert max(measured) - before < SLACK_BYTES
 
 
-def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
+def test_a_full_queue_of_adverts_ends_in_a_new_snapshot():
     """Whatever was dropped, the view is right whenever it is complete, and it becomes complete in
     the end."""
     source, tree = new_tree(PAGES[:1]), new_tree()
@@ -174,7 +174,7 @@ def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
     advertiser.close()
 
 
-def test_pages_that_left_while_changes_were_dropped_are_forgotten() -> None:
+def test_pages_that_left_while_changes_were_dropped_are_forgotten():
     source, tree, others = new_tree(PAGES[:8]), new_tree(), pages_of(3, "others ")
     advertiser = Advertiser(source, max_pending=1, wake=lambda: None, clock=time.monotonic)
     view = RemoteView(tree, Location("tcp://worker:1"))
@@ -190,7 +190,7 @@ def test_pages_that_left_while_changes_were_dropped_are_forgotten() -> None:
     advertiser.close()
 
 
-def test_after_changes_were_dropped_the_next_ones_are_told_once_from_a_new_snapshot_on() -> None:
+def test_after_changes_were_dropped_the_next_ones_are_told_once_from_a_new_snapshot_on():
     tree = new_tree()
     changes = ChangeQueue(tree, max_changes=2, wake=lambda: None)
     assert not list(changes.restart())
@@ -226,7 +226,7 @@ def is_connected(one: socket.socket) -> bool:
     return False
 
 
-def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel() -> None:
+def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel():
     """Two connections end: the one for questions, and the one of its session."""
     with worker_of(new_tree(), silence_s=6.0) as worker, RawPeer(worker.address) as peer:
         ports = [int(worker.address.rpartition(":")[2]), peer.channel._socket.getpeername()[1]]
@@ -245,7 +245,7 @@ def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel() -> Non
         assert accepted == {(port, 6000, 1, 3, 1, 3) for port in ports}
 
 
-def test_messages_that_nobody_reads_are_few() -> None:
+def test_messages_that_nobody_reads_are_few():
     """The messages that wait for such a peer are limited. The kernel buffers some MiB more, and
     then the connection ends."""
     message = bytes(64 << 10)

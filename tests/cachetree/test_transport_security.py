@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from security_parts import Party, Tap, credentials_for, dealer_to, send_garbage
+from security_parts import Tap, credentials_for, dealer_to, send_garbage
 from transport_parts import (
     FAMILY,
     FAST,
@@ -63,7 +63,7 @@ def refused(peer: Peer, worker: Worker | None = None) -> str:
     return str(peer.error)
 
 
-def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
+def test_a_known_key_fetches_the_same_bytes(us, friend):
     tree = new_tree()
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
@@ -98,7 +98,7 @@ def data_port(worker: Worker) -> Location:
     return Location(f"tcp://127.0.0.1:{worker._data_port._port}")
 
 
-def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
+def test_nothing_readable_is_on_the_wire(us, friend):
     """A listener in the middle sees no message; without keys it sees all."""
     seen: dict[str, bytes] = {}
     for name, serving, config in (
@@ -186,7 +186,7 @@ def test_garbage_of_an_unknown_key_is_not_decoded(us, friend, stranger):
         assert worker.status().num_protocol_errors == 0
 
 
-def test_a_header_may_be_as_long_as_the_cap_and_no_longer(us: Party, friend: Party) -> None:
+def test_a_header_may_be_as_long_as_the_cap_and_no_longer(us, friend):
     with worker_of(new_tree(), **us.serving(friend)) as worker:
         send_garbage(worker.address, friend.asking(us), bytes(wire.MAX_MESSAGE_BYTES + 1))
         assert worker.status().num_protocol_errors == 0, "it was received"
@@ -194,7 +194,7 @@ def test_a_header_may_be_as_long_as_the_cap_and_no_longer(us: Party, friend: Par
         eventually(lambda: worker.status().num_protocol_errors == 1)
 
 
-def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us: Party, friend: Party) -> None:
+def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us, friend):
     """The socket is bound before the thread runs. No peer gets in between."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -227,7 +227,7 @@ def test_two_workers_in_a_process_have_lists_of_their_own(us, friend, stranger):
         assert first.status().num_failed_handshakes == 0
 
 
-def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us: Party, friend: Party) -> None:
+def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us, friend):
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         context = zmq.Context()
         for _ in range(100):
@@ -273,7 +273,7 @@ def num_open(connections: list[socket.socket]) -> int:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-def test_silent_strangers_hold_few_connections(us: Party, friend: Party, has_key: bool) -> None:
+def test_silent_strangers_hold_few_connections(us, friend, has_key):
     settings = us.serving(friend) if has_key else {}
     config = friend.asking(us) if has_key else FAST
     with worker_of(new_tree(PAGES), **settings) as worker, ExitStack() as stack:
@@ -300,7 +300,7 @@ def test_end_of_a_connection_that_could_speak_hides_no_failed_handshake(us, frie
         eventually(lambda: worker.status().num_failed_handshakes == 5)
 
 
-def test_worker_that_closes_ends_silent_connections() -> None:
+def test_worker_that_closes_ends_silent_connections():
     with ExitStack() as stack:
         with worker_of(new_tree()) as worker:
             (connection,) = silent(worker, 1, stack)
@@ -322,12 +322,12 @@ def test_peer_holds_few_connections_over_which_it_spoke(us, friend, monkeypatch)
         eventually(lambda: sum(bool(it.poll(0, zmq.POLLOUT)) for it in dealers) == 4)
 
 
-def test_source_is_what_its_owner_cannot_choose() -> None:
+def test_source_is_what_its_owner_cannot_choose():
     assert source_of("192.0.2.1") == source_of("::ffff:192.0.2.1") != source_of("192.0.2.2")
     assert source_of("2001:db8::1") == source_of("2001:db8::ffff:1") != source_of("2001:db9::1")
 
 
-def test_worker_raises_a_low_limit_of_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_raises_a_low_limit_of_descriptors(caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
@@ -337,7 +337,7 @@ def test_worker_raises_a_low_limit_of_descriptors(caplog: pytest.LogCaptureFixtu
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_old_worker_status_without_the_count_is_read() -> None:
+def test_an_old_worker_status_without_the_count_is_read():
     status = ask_plain_fields()
     del status["num_failed_handshakes"]
     header = wire.with_checksum(msgspec.msgpack.encode(status))
@@ -351,7 +351,7 @@ def ask_plain_fields() -> dict[str, object]:
     return fields
 
 
-def test_lines_are_few_whoever_comes() -> None:
+def test_lines_are_few_whoever_comes():
     now_s = [0.0]
     limiter = LogLimiter(lambda: now_s[0])
     assert [limiter.may("a"), limiter.may("a"), limiter.may("b")] == [True, False, True]
@@ -364,7 +364,7 @@ def test_lines_are_few_whoever_comes() -> None:
     assert limiter.may("a")
 
 
-def test_strangers_who_make_up_names_hide_no_other_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_who_make_up_names_hide_no_other_line(caplog):
     with worker_of(new_tree()) as worker:
         for number in range(LogLimiter.MAX_NAMES):
             worker._note_refusal(Refusal(f"key {number}", f"key {number}"))
@@ -375,7 +375,7 @@ def test_strangers_who_make_up_names_hide_no_other_line(caplog: pytest.LogCaptur
     assert "a peer at 192.0.2.2 was cut off: nonsense" in caplog.text
 
 
-def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) -> None:
+def test_the_scripted_worker_is_no_worker_with_keys(us, friend):
     """A plain ROUTER that speaks the protocol gets no message, not even a hello."""
     with (
         ScriptedWorker(lambda *_: None) as impostor,
@@ -385,7 +385,7 @@ def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) ->
         assert impostor.received == []
 
 
-def test_a_descriptor_that_is_no_socket_by_now_leaves_none_open() -> None:
+def test_a_descriptor_that_is_no_socket_by_now_leaves_none_open():
     """libzmq reuses the number of a connection that ended before its event was read."""
     another, connections = os.eventfd(0), Connections(4)
     before = len(list(Path("/proc/self/fd").iterdir()))

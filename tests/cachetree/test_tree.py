@@ -36,7 +36,7 @@ from cachetree.tree.entries import Change, Node
 from cachetree.tree.tree import CacheTree
 
 
-def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
+def test_match_reports_the_longest_prefix_per_model_and_location():
     tree = make_tree()
     store(tree, A, "abcd", e_layers=[1])
     store(tree, B, "abx")
@@ -50,7 +50,7 @@ def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
     assert tree.match([]) == []
 
 
-def test_stored_e_comes_beside_its_kv_and_takes_room_for_itself_only() -> None:
+def test_stored_e_comes_beside_its_kv_and_takes_room_for_itself_only():
     tree = make_tree()
     store(tree, A, "abcd", e_layers=[1])
     store(tree, A, "abxy", start=2, e_layers=[1])
@@ -95,7 +95,7 @@ def test_known_pages_of_a_new_prompt_are_found_by_halving(num_before, monkeypatc
     assert len(compared) < 3
 
 
-def test_a_reservation_is_invisible_until_it_is_committed() -> None:
+def test_a_reservation_is_invisible_until_it_is_committed():
     tree = make_tree()
     reservation = tree.reserve(A, None, path("ab"))
     assert tree.num_bytes == 2 * PAGE
@@ -108,7 +108,7 @@ def test_a_reservation_is_invisible_until_it_is_committed() -> None:
         reservation.views(KV0)
 
 
-def test_a_released_or_abandoned_reservation_gives_its_bytes_back() -> None:
+def test_a_released_or_abandoned_reservation_gives_its_bytes_back():
     tree = make_tree()
     reservation = tree.reserve(A, None, path("ab"))
     reservation.release()
@@ -121,7 +121,7 @@ def test_a_released_or_abandoned_reservation_gives_its_bytes_back() -> None:
     assert tree.match(path("ab")) == []
 
 
-def test_a_failed_allocation_leaves_nothing_behind() -> None:
+def test_a_failed_allocation_leaves_nothing_behind():
     class Broken(Arena):
         def take(self, parts: Sequence[Blocks]) -> Loan:
             raise MemoryError(parts)
@@ -132,14 +132,14 @@ def test_a_failed_allocation_leaves_nothing_behind() -> None:
     assert tree.num_bytes == 0
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="E at layer 3"):
         make_tree().reserve(A, None, path("a"), Part(3))
     with pytest.raises(ValueError, match="not advertised"):
         make_tree().remote.add(LOCAL, A, None, path("a"))
 
 
-def test_a_split_keeps_every_byte_and_copies_none() -> None:
+def test_a_split_keeps_every_byte_and_copies_none():
     lent: list[int] = []
 
     class Counting(Arena):
@@ -165,14 +165,14 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
         after.views(Step(Kind.E, 1))
 
 
-def test_a_miss_does_not_wait_for_the_lock() -> None:
+def test_a_miss_does_not_wait_for_the_lock():
     tree = make_tree()
     store(tree, A, "a")
     with tree._lock:
         assert tree.match(path("z")) == []
 
 
-def test_pages_in_the_middle_of_another_path_are_not_a_hit() -> None:
+def test_pages_in_the_middle_of_another_path_are_not_a_hit():
     tree = make_tree()
     store(tree, A, "abcdefgh")
     store(tree, A, "abxy", start=2)
@@ -182,7 +182,7 @@ def test_pages_in_the_middle_of_another_path_are_not_a_hit() -> None:
     assert tree.lease(A, [*pages[:3], *path("abxy")[3:]], "test", far_future()) is None
 
 
-def test_adverts_that_could_never_match_hide_nothing() -> None:
+def test_adverts_that_could_never_match_hide_nothing():
     tree = make_tree()
     store(tree, A, "abc")
     tree.remote.add(FAR, A, path("ab")[1], path("abc")[2:])  # no parent there
@@ -195,7 +195,7 @@ def test_adverts_that_could_never_match_hide_nothing() -> None:
     assert tree.match(path("y") * 2)[0].num_pages == 1
 
 
-def test_no_advert_keeps_a_page_out_that_is_here() -> None:
+def test_no_advert_keeps_a_page_out_that_is_here():
     tree = make_tree()
     store(tree, A, "ab")
     tree.remote.add(FAR, B, None, path("x"))
@@ -237,7 +237,7 @@ def test_wrong_advert_hides_nothing_of_other_peers_or_of_the_disk(lie, order):
     assert num_pages(tree, A, "abcdef", DISK) == 6
 
 
-def test_peer_has_a_bounded_number_of_models() -> None:
+def test_peer_has_a_bounded_number_of_models():
     """A match looks at all models, if each of them has one page."""
     tree = make_tree()
     tree.remote.limit(FAR, 1000, max_models=4)
@@ -255,7 +255,7 @@ def test_peer_has_a_bounded_number_of_models() -> None:
     assert num_pages(tree, models[9], "a", FAR) == 1, "one that went makes room"
 
 
-def test_subscribers_learn_of_every_change_in_order() -> None:
+def test_subscribers_learn_of_every_change_in_order():
     tree = make_tree(4)
     store(tree, A, "ab", e_layers=[])
     store(tree, B, "a")
@@ -285,7 +285,7 @@ def test_subscribers_learn_of_every_change_in_order() -> None:
     assert len(changes) == 3
 
 
-def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
+def test_a_long_conversation_does_not_exhaust_the_stack():
     tree = make_tree(3000)
     pages = [PageHash(i.to_bytes(16, "big")) for i in range(2500)]
     for i, page in enumerate(pages):
@@ -298,7 +298,7 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
     assert tree.num_bytes == 0
 
 
-def test_a_match_copies_no_hashes() -> None:
+def test_a_match_copies_no_hashes():
     """Blocks as large as a prompt's hashes come from the heap, which may take any time."""
     tree = make_tree(3000)
     pages = [PageHash(i.to_bytes(16, "big")) for i in range(2000)]
@@ -314,7 +314,7 @@ def test_a_match_copies_no_hashes() -> None:
         tracemalloc.stop()
 
 
-def test_threads_share_one_tree() -> None:
+def test_threads_share_one_tree():
     # What is given back is not lent again while another thread still has a view of it.
     tree = CacheTree(FAMILY, host_bytes=40 * PAGE, memory=Arena(80 * PAGE))
     errors: list[BaseException] = []
@@ -346,7 +346,7 @@ def test_threads_share_one_tree() -> None:
     assert tree.num_bytes == 0
 
 
-def test_how_far_a_location_reaches_is_no_use() -> None:
+def test_how_far_a_location_reaches_is_no_use():
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE)
     store(tree, A, "abcde")
     tree.remote.add(FAR, B, None, path("abc"))

@@ -16,7 +16,7 @@ from cachetree.tree.eviction import Retention
 
 @pytest.mark.parametrize("longest", [SHALLOW, DEEP])
 @pytest.mark.parametrize("seed", range(8))
-def test_long_random_walks(seed: int, longest: int) -> None:
+def test_long_random_walks(seed, longest):
     assert random_walk(seed, 1250, longest, retention_of(seed)) > 100
 
 

@@ -30,7 +30,7 @@ from tree_parts import (
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import DISK, Kind, ModelId, PageHash, Part, Span, Step
+from cachetree.ids import DISK, Kind, PageHash, Part, Span, Step
 from cachetree.memory import Arena
 from cachetree.memory.slab import Blocks, Loan
 from cachetree.tree import CacheTree
@@ -48,8 +48,8 @@ from cachetree.tree.entries import Change
     ],
 )
 def test_evicting_a_prefix_removes_its_pages_of_one_model_or_of_all(
-    model: ModelId | None, text: str, left: tuple[int, int], num_evictions: int
-) -> None:
+    model, text, left, num_evictions
+):
     """Pages that another text also begins with stay."""
     tree = make_tree()
     for each in (A, B):
@@ -65,7 +65,7 @@ def test_evicting_a_prefix_removes_its_pages_of_one_model_or_of_all(
     assert tree.num_evictions == num_evictions
 
 
-def test_pages_that_are_no_prompt_are_compared_one_by_one() -> None:
+def test_pages_that_are_no_prompt_are_compared_one_by_one():
     tree = make_tree()
     for model, text in ((A, "ax"), (A, "by"), (B, "by")):
         store(tree, model, text)
@@ -76,7 +76,7 @@ def test_pages_that_are_no_prompt_are_compared_one_by_one() -> None:
     assert tree.num_pages == 6
 
 
-def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
+def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind():
     """This also holds if its pages are at another place by the time the store ends."""
     tree = make_tree()
     store(tree, A, "a", e_layers=[1])
@@ -98,7 +98,7 @@ def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("is_advertised", [False, True])
-def test_store_with_a_repeated_page_keeps_the_pages_before_it(is_advertised: bool) -> None:
+def test_store_with_a_repeated_page_keeps_the_pages_before_it(is_advertised):
     tree = make_tree()
     if is_advertised:
         tree.remote.add(FAR, B, None, path("yz"))
@@ -108,7 +108,7 @@ def test_store_with_a_repeated_page_keeps_the_pages_before_it(is_advertised: boo
     assert (num_pages(tree, A, "yz"), tree.num_bytes) == (2, 2 * PAGE)
 
 
-def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else() -> None:
+def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else():
     tree = make_tree()
     store(tree, A, "a", e_layers=[1])
 
@@ -127,12 +127,12 @@ def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else() -> None:
     assert tree.num_bytes == 0
 
 
-def test_no_pages_can_be_leased_too() -> None:
+def test_no_pages_can_be_leased_too():
     lease = make_tree().lease(A, [], "a test", far_future())
     assert lease.num_pages == 0
 
 
-def test_tree_says_how_much_of_a_path_a_model_has() -> None:
+def test_tree_says_how_much_of_a_path_a_model_has():
     tree = make_tree()
     store(tree, A, "ab", e_layers=[1])
     store(tree, A, "abcd", start=2)
@@ -151,7 +151,7 @@ def test_tree_says_how_much_of_a_path_a_model_has() -> None:
     assert tree.line(A, pages[4]) == tree.line(B, pages[0]) == []
 
 
-def test_subscriber_hears_of_stored_entries_until_it_leaves() -> None:
+def test_subscriber_hears_of_stored_entries_until_it_leaves():
     tree = make_tree()
     store(tree, A, "a")
     heard: list[Change] = []
@@ -168,7 +168,7 @@ def test_subscriber_hears_of_stored_entries_until_it_leaves() -> None:
     assert heard == [second]
 
 
-def test_subscriber_hears_of_the_disk_and_not_of_peers() -> None:
+def test_subscriber_hears_of_the_disk_and_not_of_peers():
     tree, pages = make_tree(), path("ab")
     heard: list[Change] = []
     tree.subscribe_kept(heard.append)
@@ -179,7 +179,7 @@ def test_subscriber_hears_of_the_disk_and_not_of_peers() -> None:
     assert [(it.added, it.pages) for it in heard] == [(True, tuple(pages)), (False, tuple(pages))]
 
 
-def test_subscriber_hears_that_e_left_although_the_pages_are_on_disk() -> None:
+def test_subscriber_hears_that_e_left_although_the_pages_are_on_disk():
     tree = make_tree()
     heard: list[Change] = []
     tree.subscribe_kept(heard.append)
@@ -192,7 +192,7 @@ def test_subscriber_hears_that_e_left_although_the_pages_are_on_disk() -> None:
     assert heard == [Change(added=False, model=A, part=Part(1), parent=None, pages=ab)]
 
 
-def test_a_lease_reads_any_run_of_pages() -> None:
+def test_a_lease_reads_any_run_of_pages():
     tree = make_tree()
     store(tree, A, "abc")
     store(tree, A, "abcde", start=3)
@@ -206,7 +206,7 @@ def test_a_lease_reads_any_run_of_pages() -> None:
         lease.views(KV0, Span(0, 5))
 
 
-def test_a_lease_of_pages_that_are_gone_is_none() -> None:
+def test_a_lease_of_pages_that_are_gone_is_none():
     tree = make_tree()
     store(tree, A, "abc")
     store(tree, B, "abcd")
@@ -219,7 +219,7 @@ def test_a_lease_of_pages_that_are_gone_is_none() -> None:
     assert tree.lease(A, path("z"), "test", far_future()) is None
 
 
-def test_reservation_that_cannot_fit_evicts_nothing() -> None:
+def test_reservation_that_cannot_fit_evicts_nothing():
     tree = make_tree(4)
     store(tree, A, "ab")
     store(tree, A, "x")
@@ -233,7 +233,7 @@ def test_reservation_that_cannot_fit_evicts_nothing() -> None:
     assert num_pages(tree, A, "ab") == 2
 
 
-def test_leases_end_at_their_deadline() -> None:
+def test_leases_end_at_their_deadline():
     clock = FakeTime()
     tree = make_tree(2, clock)
     store(tree, A, "ab")
@@ -284,7 +284,7 @@ class SlowArena(Arena):
             meanwhile()
 
 
-def test_a_lease_that_ends_while_its_views_are_taken_gives_none() -> None:
+def test_a_lease_that_ends_while_its_views_are_taken_gives_none():
     clock, memory = FakeTime(), SlowArena(2 * PAGE)
     tree = CacheTree(FAMILY, host_bytes=2 * PAGE, memory=memory, clock=clock)
     store(tree, A, "ab")
@@ -300,7 +300,7 @@ def test_a_lease_that_ends_while_its_views_are_taken_gives_none() -> None:
     assert num_pages(tree, A, "xy") == 2
 
 
-def test_e_is_leased_with_its_kv_or_alone_and_neither_goes_meanwhile() -> None:
+def test_e_is_leased_with_its_kv_or_alone_and_neither_goes_meanwhile():
     tree = make_tree()
     store(tree, A, "ab", e_layers=[1, 2])
     assert tree.lease(A, path("ab"), "test", far_future(), [KV_PART, Part(0)]) is None

@@ -103,7 +103,7 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         "evict some",
     ],
 )
-def test_work_under_one_hold_of_the_lock_is_bounded(work: Callable[[CacheTree], object]) -> None:
+def test_work_under_one_hold_of_the_lock_is_bounded(work):
     tree = make_tree(3 * 900)
     forked(tree, 900)
     forked(tree, 900, FAR)
@@ -131,7 +131,7 @@ class BusyLock(CountingLock):
             self._is_busy = False
 
 
-def test_node_split_during_eviction_leaves_except_its_kept_pages() -> None:
+def test_node_split_during_eviction_leaves_except_its_kept_pages():
     tree = make_tree(900)
     store(tree, A, "abcdef")
     for number in range(60):
@@ -144,7 +144,7 @@ def test_node_split_during_eviction_leaves_except_its_kept_pages() -> None:
     assert tree.num_pages == num_pages(tree, A, "abcdef") == 2
 
 
-def test_pages_that_arrive_while_their_parent_is_dropped_leave_too() -> None:
+def test_pages_that_arrive_while_their_parent_is_dropped_leave_too():
     tree = make_tree(900)
     forked(tree, 60, FAR)
     numbers = count(2000)
@@ -159,7 +159,7 @@ def test_pages_that_arrive_while_their_parent_is_dropped_leave_too() -> None:
     assert not tree.match(path(f"s{chr(2001)}"))
 
 
-def test_entries_that_have_grown_old_go_in_slices_too() -> None:
+def test_entries_that_have_grown_old_go_in_slices_too():
     clock = FakeTime()
     tree = CacheTree(FAMILY, host_bytes=2000 * PAGE, clock=clock, retention=Retention(ttl_s=1))
     forked(tree, 500)
@@ -180,7 +180,7 @@ def reach(
     )
 
 
-def test_snapshot_and_later_changes_add_up_to_the_tree() -> None:
+def test_snapshot_and_later_changes_add_up_to_the_tree():
     """The test reads the snapshot piece by piece, while entries are added and removed."""
     for seed in range(20):
         rng = random.Random(seed)
@@ -213,7 +213,7 @@ def test_snapshot_and_later_changes_add_up_to_the_tree() -> None:
                 assert ours == theirs, f"seed {seed}: {model} has {ours}, told were {theirs}"
 
 
-def test_a_location_is_noted_up_to_its_limit_and_the_coldest_go() -> None:
+def test_a_location_is_noted_up_to_its_limit_and_the_coldest_go():
     tree = make_tree()
     tree.remote.limit(FAR, 12)
     for text in ("abcdef", "abxyz", "mno"):
@@ -232,7 +232,7 @@ def test_a_location_is_noted_up_to_its_limit_and_the_coldest_go() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -> None:
+def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed):
     rng = random.Random(seed)
     tree = make_tree(40)
     tree.remote.limit(FAR, 50)

@@ -3,8 +3,6 @@ tensors."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from checkpoint_parts import CONFIG, weights, write
@@ -28,7 +26,7 @@ def digests(tensors: dict[str, np.ndarray]) -> dict[str, str]:
     }
 
 
-def test_replaced_tensors_make_the_checkpoint_that_has_them(tmp_path: Path) -> None:
+def test_replaced_tensors_make_the_checkpoint_that_has_them(tmp_path):
     old, new = weights(0), weights(1)
     served = read_weights(write(tmp_path / "old", old))
     assert served.identity == read_model_identity(tmp_path / "old")
@@ -39,7 +37,7 @@ def test_replaced_tensors_make_the_checkpoint_that_has_them(tmp_path: Path) -> N
     assert partial.after(digests(old)).identity == served.identity
 
 
-def test_a_folder_replaces_what_it_has(tmp_path: Path) -> None:
+def test_a_folder_replaces_what_it_has(tmp_path):
     old, new = weights(0), weights(1)
     served = read_weights(write(tmp_path / "old", old))
     whole = write(tmp_path / "new", new)
@@ -50,7 +48,7 @@ def test_a_folder_replaces_what_it_has(tmp_path: Path) -> None:
     assert served.unknown().after_folder(whole).identity == read_model_identity(whole)
 
 
-def test_config_and_tokenizer_stay_those_of_the_start(tmp_path: Path) -> None:
+def test_config_and_tokenizer_stay_those_of_the_start(tmp_path):
     served = read_weights(write(tmp_path / "old"))
     config = {**CONFIG, "rope_theta": 1.0}
     assert served.after_folder(write(tmp_path / "new", weights(1), config)).identity == (
@@ -73,7 +71,7 @@ def test_another_layout_is_not_the_checkpoints(tmp_path, name, layout, why):
         served.takes(name, layout)
 
 
-def test_packed_weights_have_no_names(tmp_path: Path) -> None:
+def test_packed_weights_have_no_names(tmp_path):
     config = {**CONFIG, "quantization_config": {"quant_method": "awq"}}
     served = read_weights(write(tmp_path / "m", config=config))
     with pytest.raises(ConfigError, match="quantised"):
@@ -81,7 +79,7 @@ def test_packed_weights_have_no_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-def test_a_tied_head_does_not_count(tmp_path: Path, is_stored: bool) -> None:
+def test_a_tied_head_does_not_count(tmp_path, is_stored):
     config = {**CONFIG, "tie_word_embeddings": True}
     tensors = weights(0)
     del tensors[HEAD]
@@ -93,7 +91,7 @@ def test_a_tied_head_does_not_count(tmp_path: Path, is_stored: bool) -> None:
     assert served.after(digests(new)).identity == read_model_identity(written)
 
 
-def test_tables_of_rotations_do_not_count(tmp_path: Path) -> None:
+def test_tables_of_rotations_do_not_count(tmp_path):
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     served = read_weights(write(tmp_path / "m", weights() | table))
     assert served.identity == read_model_identity(write(tmp_path / "without"))

@@ -48,25 +48,25 @@ FETCH = wire.Fetch(
         verbs.StatusRequest(),
     ],
 )
-def test_messages_to_a_worker_survive_the_wire(message: wire.ToWorker) -> None:
+def test_messages_to_a_worker_survive_the_wire(message):
     assert wire.decode_to_worker(memoryview(wire.encode(message))) == message
 
 
-def test_a_hello_carries_the_family() -> None:
+def test_a_hello_carries_the_family():
     received = wire.decode_to_peer(memoryview(wire.encode(wire.hello(FAMILY, "m", 5))))
     assert isinstance(received, wire.Hello)
     assert wire.family_of(received) == FAMILY
     assert (received.model, received.epoch) == ("m", 5)
 
 
-def test_another_version_is_refused_before_its_family_is_read() -> None:
+def test_another_version_is_refused_before_its_family_is_read():
     later = wire.PROTOCOL_VERSION + 1
     strange = wire.Hello(version=later, family=msgspec.Raw(msgspec.msgpack.encode(["?"])))
     with pytest.raises(ProtocolError, match=f"version is {later} there and {later - 1} here"):
         wire.family_of(strange)
 
 
-def test_unknown_fields_are_ignored_and_unknown_tags_are_not() -> None:
+def test_unknown_fields_are_ignored_and_unknown_tags_are_not():
     newer = wire.with_checksum(
         msgspec.msgpack.encode({"type": "cancel", "id": 4, "since": "version 9"})
     )
@@ -77,20 +77,20 @@ def test_unknown_fields_are_ignored_and_unknown_tags_are_not() -> None:
         )
 
 
-def test_a_worker_does_not_accept_what_only_a_worker_says() -> None:
+def test_a_worker_does_not_accept_what_only_a_worker_says():
     with pytest.raises(ProtocolError):
         wire.decode_to_worker(memoryview(wire.encode(wire.Pong())))
 
 
 @given(st.binary(max_size=200))
-def test_noise_raises_nothing_but_protocol_errors(noise: bytes) -> None:
+def test_noise_raises_nothing_but_protocol_errors(noise):
     for decode in (wire.decode_to_worker, wire.decode_to_peer):
         for header in (noise, wire.with_checksum(noise)):
             with contextlib.suppress(ProtocolError):
                 decode(memoryview(header))
 
 
-def test_headers_are_capped_both_ways() -> None:
+def test_headers_are_capped_both_ways():
     with pytest.raises(ProtocolError, match="exceeds"):
         wire.encode(msgspec.structs.replace(FETCH, pages=bytes(wire.MAX_MESSAGE_BYTES)))
     with pytest.raises(ProtocolError, match="exceeds"):
@@ -119,12 +119,12 @@ def lists_without_a_cap(of: inspect.Type, path: str) -> Iterator[str]:
             yield path
 
 
-def test_every_list_of_a_message_has_a_longest_form() -> None:
+def test_every_list_of_a_message_has_a_longest_form():
     for kinds in (wire.ToWorker, wire.ToPeer, Family):
         assert not list(lists_without_a_cap(inspect.type_info(kinds), ""))
 
 
-def test_a_list_that_is_too_long_is_not_read() -> None:
+def test_a_list_that_is_too_long_is_not_read():
     asked = msgspec.structs.replace(FETCH, steps=(("kv", 0),) * 100_000)
     with pytest.raises(ProtocolError, match=r"length <= \d+ - at `\$\.steps`"):
         wire.decode_to_worker(memoryview(wire.encode(asked)))
@@ -146,12 +146,12 @@ LONG = "x" * 100_000
         verbs.Denied(reason=LONG),
     ],
 )
-def test_words_that_are_too_many_are_not_read(message: wire.ToPeer) -> None:
+def test_words_that_are_too_many_are_not_read(message):
     with pytest.raises(ProtocolError, match=r"length <= \d+"):
         wire.decode_to_peer(memoryview(wire.encode(message)))
 
 
-def test_words_that_are_no_message_are_told_in_short() -> None:
+def test_words_that_are_no_message_are_told_in_short():
     named = wire.with_checksum(msgspec.msgpack.encode({"type": LONG}))
     family = msgspec.Raw(msgspec.msgpack.encode({"codec": LONG}))
     with pytest.raises(ProtocolError, match=r"cannot be read: .{1,500}$"):
@@ -160,14 +160,14 @@ def test_words_that_are_no_message_are_told_in_short() -> None:
         wire.family_of(wire.Hello(version=wire.PROTOCOL_VERSION, family=family))
 
 
-def test_pages_are_whole() -> None:
+def test_pages_are_whole():
     pages = pages_of(3)
     assert list(wire.pages_of(join_hashes(pages))) == pages
     with pytest.raises(ProtocolError, match="whole number"):
         wire.pages_of(b"x" * 17)
 
 
-def test_steps_are_checked() -> None:
+def test_steps_are_checked():
     assert wire.steps_of(FETCH, 4) == (Step(Kind.E, 2), Step(Kind.KV, 0))
     for steps in ((("e", 4),), (("kv", -1),), (("kv", 1), ("kv", 1))):
         with pytest.raises(ProtocolError):
@@ -177,7 +177,7 @@ def test_steps_are_checked() -> None:
         wire.decode_to_worker(memoryview(wire.encode(strange)))
 
 
-def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
+def test_a_long_change_is_cut_into_entries_that_follow_each_other():
     pages = pages_of(2 * advertise.ENTRY_PAGES + 5)
     parent = pages_of(1, "root")[0]
     change = Change(added=True, model=ModelId("m"), parent=parent, pages=tuple(pages), part=Part(1))
@@ -192,7 +192,7 @@ def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
     assert [entry.pages for entry in removed] == [entry.pages for entry in reversed(entries)]
 
 
-def test_entries_are_packed_in_order_into_small_messages() -> None:
+def test_entries_are_packed_in_order_into_small_messages():
     entries = [
         wire.Entry(added=True, model="m" * 32, parent=b"", pages=page * 40, part=KV)
         for page in pages_of(500)
@@ -222,14 +222,14 @@ def test_entries_are_packed_in_order_into_small_messages() -> None:
         ("tcp://worker-3:7788", "insecure: true"),
     ],
 )
-def test_bad_listen_addresses_name_field_value_and_remedy(value: str, remedy: str) -> None:
+def test_bad_listen_addresses_name_field_value_and_remedy(value, remedy):
     with pytest.raises(ConfigError) as caught:
         parse_listen(value, field="listen", insecure=False)
     for part in ("listen", repr(value), remedy):
         assert part in str(caught.value)
 
 
-def test_good_addresses() -> None:
+def test_good_addresses():
     for value in ("tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0"):
         assert parse_listen(value, field="listen", insecure=False).is_loopback
     assert parse_listen("tcp://*:7788", field="listen", insecure=True).url == "tcp://*:7788"
@@ -254,7 +254,7 @@ def test_a_name_may_have_an_ipv6_address_alone(hosts, first, monkeypatch):
     assert resolved(Address("worker-3", 7788)) == Address(first, 7788)
 
 
-def test_settings_are_checked() -> None:
+def test_settings_are_checked():
     with pytest.raises(ConfigError, match="max_bytes_per_s is 0"):
         WorkerConfig(max_bytes_per_s=0)
     with pytest.raises(msgspec.ValidationError, match=r"length <= 128 - at `\$\.model`"):
@@ -267,7 +267,7 @@ def test_settings_are_checked() -> None:
         msgspec.json.decode(b'{"fram_bytes": 1}', type=PeerConfig)
 
 
-def test_a_cap_holds_and_unused_time_is_not_saved() -> None:
+def test_a_cap_holds_and_unused_time_is_not_saved():
     clock = FakeTime()
     cap = Cap(20e6, clock)
     assert cap.limit(1 << 20) == 200_000  # 10 ms
@@ -288,7 +288,7 @@ def test_a_cap_holds_and_unused_time_is_not_saved() -> None:
     assert burst == 1
 
 
-def test_a_busy_link_catches_up_a_little() -> None:
+def test_a_busy_link_catches_up_a_little():
     clock = FakeTime()
     clock.now_s = 100.0
     cap = Cap(20e6, clock)
@@ -301,7 +301,7 @@ def test_a_busy_link_catches_up_a_little() -> None:
     assert burst == 5  # 50 ms
 
 
-def test_one_stalled_fetch_says_nothing_of_the_link_and_two_do() -> None:
+def test_one_stalled_fetch_says_nothing_of_the_link_and_two_do():
     clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
     assert bandwidth.bytes_per_s is None
@@ -315,13 +315,13 @@ def test_one_stalled_fetch_says_nothing_of_the_link_and_two_do() -> None:
     assert bandwidth.bytes_per_s == pytest.approx(mb)
 
 
-def test_late_bytes_count_at_most_as_a_sample() -> None:
+def test_late_bytes_count_at_most_as_a_sample():
     bandwidth = Bandwidth(FakeTime())
     bandwidth.sample(0, 0.5)
     assert bandwidth.bytes_per_s == pytest.approx(2 * Bandwidth.MIN_SAMPLE_BYTES)
 
 
-def test_a_link_that_is_avoided_is_tried_again_in_the_end() -> None:
+def test_a_link_that_is_avoided_is_tried_again_in_the_end():
     clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
     bandwidth.sample(mb, 1.0)
@@ -334,7 +334,7 @@ def test_a_link_that_is_avoided_is_tried_again_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("trip_s", [0.0, 0.0004, 0.05])
-def test_a_round_trip_is_told_from_the_rate(trip_s: float) -> None:
+def test_a_round_trip_is_told_from_the_rate(trip_s):
     """This works although one fetch in ten is delayed, and each is some per cent off."""
     random, mb = Random(1), 1 << 20
     bandwidth = Bandwidth(FakeTime())
@@ -347,7 +347,7 @@ def test_a_round_trip_is_told_from_the_rate(trip_s: float) -> None:
     assert link.byte_s * mb == pytest.approx(1e-4, rel=0.15)
 
 
-def test_one_length_of_fetches_tells_no_round_trip() -> None:
+def test_one_length_of_fetches_tells_no_round_trip():
     bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
     for _ in range(4):
         bandwidth.sample(4 * mb, 0.004)
@@ -355,7 +355,7 @@ def test_one_length_of_fetches_tells_no_round_trip() -> None:
 
 
 @pytest.mark.parametrize("num_short", [0, 1, 3])
-def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: int) -> None:
+def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short):
     """It also works if the short fetches that were sampled before are no longer stored, and the
     stalled one is."""
     bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
@@ -369,7 +369,7 @@ def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: i
 
 
 @pytest.mark.parametrize(("trip_s", "mb_s"), [(0.05, 1000), (0.0005, 5)])
-def test_fetches_given_up_before_anything_was_due_say_nothing(trip_s: float, mb_s: int) -> None:
+def test_fetches_given_up_before_anything_was_due_say_nothing(trip_s, mb_s):
     """The worker may be far away, or slow. Later it is assumed to have recovered; from then on,
     bytes are due."""
     clock, mb = FakeTime(), 1 << 20
@@ -386,7 +386,7 @@ def test_fetches_given_up_before_anything_was_due_say_nothing(trip_s: float, mb_
     assert bandwidth.link.byte_s > believed.byte_s
 
 
-def test_a_round_trip_that_was_long_is_believed_to_have_recovered() -> None:
+def test_a_round_trip_that_was_long_is_believed_to_have_recovered():
     clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
     for num_mb in (1, 100, 1, 100):
@@ -396,20 +396,20 @@ def test_a_round_trip_that_was_long_is_believed_to_have_recovered() -> None:
     assert (link.fixed_s, link.byte_s * mb) == (pytest.approx(0.01), pytest.approx(0.0005))
 
 
-def test_predictions_that_were_too_short_make_a_margin() -> None:
+def test_predictions_that_were_too_short_make_a_margin():
     bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
     for turn in range(40):
         bandwidth.sample(mb, 1.3 if turn % 5 == 4 else 1.0)
     assert bandwidth.link.margin == pytest.approx(1.3)
 
 
-def test_a_fetch_waits_for_as_much_of_every_other() -> None:
+def test_a_fetch_waits_for_as_much_of_every_other():
     link = Link(byte_s=0.1, backlog=[5, 100])
     assert link.seconds(20) == pytest.approx(0.1 * (20 + 5 + 20))
     assert link.seconds(3) == pytest.approx(0.1 * 9)
 
 
-def test_a_fetch_waits_for_all_that_comes_first() -> None:
+def test_a_fetch_waits_for_all_that_comes_first():
     link = Link(byte_s=0.1, backlog=[5, 100], ahead=50)
     assert link.seconds(3) == pytest.approx(0.1 * (9 + 50))
     assert link.seconds(0) == 0.0, "who fetches nothing waits for nothing"

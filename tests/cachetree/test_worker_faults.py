@@ -128,7 +128,7 @@ def test_a_fetch_that_makes_no_sense_is_answered(changed):
         assert source.num_pages == 0, "the refused fetch kept its lease"
 
 
-def test_cancelling_an_unknown_or_finished_fetch_is_harmless_and_not_counted() -> None:
+def test_cancelling_an_unknown_or_finished_fetch_is_harmless_and_not_counted():
     num_bytes = len(STEPS) * len(PAGES) * PAGE_BYTES
     with worker_of(new_tree(PAGES)) as worker, RawPeer(worker.address) as peer:
         assert peer.ask(wire.Cancel(id=9)) == wire.Ended(id=9, error="cancelled")
@@ -139,7 +139,7 @@ def test_cancelling_an_unknown_or_finished_fetch_is_harmless_and_not_counted() -
         assert worker.status().num_protocol_errors == 0
 
 
-def test_a_peer_that_sends_a_payload_is_cut_off() -> None:
+def test_a_peer_that_sends_a_payload_is_cut_off():
     with worker_of(new_tree()) as worker, RawPeer(worker.address) as rude:
         rude.send_frame(Frame(id=1, offset=0, size=4, checksum=0), b"1234")
         bye = rude.receive()
@@ -147,7 +147,7 @@ def test_a_peer_that_sends_a_payload_is_cut_off() -> None:
         assert worker.status().num_protocol_errors == 1
 
 
-def test_an_answer_that_is_too_long_for_a_message_ends_no_session() -> None:
+def test_an_answer_that_is_too_long_for_a_message_ends_no_session():
     with worker_of(new_tree()) as worker, peer_of(worker.address, new_tree()) as peer:
         many = {f"{number:032x}": 1 for number in range(40_000)}
         status = msgspec.structs.replace(worker.status(), pages_by_model=many)
@@ -157,7 +157,7 @@ def test_an_answer_that_is_too_long_for_a_message_ends_no_session() -> None:
         assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
 
 
-def test_a_question_about_pages_that_are_no_prompt_is_answered_truly() -> None:
+def test_a_question_about_pages_that_are_no_prompt_is_answered_truly():
     source = new_tree(PAGES[:2])
     for model in (MODEL, ModelId("other")):
         reservation = source.reserve(model, None, PAGES[2:4])
@@ -208,7 +208,7 @@ def test_large_eviction_does_not_keep_others_waiting(raw):
     assert tree.num_pages == 0
 
 
-def test_locations_that_are_never_released_are_bounded() -> None:
+def test_locations_that_are_never_released_are_bounded():
     """The fetch's pages stay held, although all of it was sent."""
     with (
         contextlib.closing(Arena(HOST_BYTES)) as arena,
@@ -227,7 +227,7 @@ def test_locations_that_are_never_released_are_bounded() -> None:
         assert isinstance(answer(4), wire.Located)
 
 
-def test_a_fetch_that_comes_twice_holds_nothing() -> None:
+def test_a_fetch_that_comes_twice_holds_nothing():
     source = new_tree(PAGES)
     with worker_of(source, max_bytes_per_s=1e5) as worker, RawPeer(worker.address) as peer:
         for _ in range(2):
@@ -246,7 +246,7 @@ def settled(number: Callable[[], int]) -> int:
     return seen
 
 
-def test_queued_frames_of_a_cancelled_fetch_are_not_sent() -> None:
+def test_queued_frames_of_a_cancelled_fetch_are_not_sent():
     """Only two parts are still sent: bytes that the kernel has, and the batch that is being
     sent."""
     pages = pages_of(4096)
@@ -262,7 +262,7 @@ def test_queued_frames_of_a_cancelled_fetch_are_not_sent() -> None:
         eventually(lambda: peer.hear() or peer.frames[-1].id == 2)
 
 
-def test_a_worker_keeps_the_deadline_by_itself() -> None:
+def test_a_worker_keeps_the_deadline_by_itself():
     """The peer in this test does not cancel."""
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker,
@@ -290,7 +290,7 @@ def test_too_many_fetches_and_peers_are_turned_away(raw):
         eventually(lambda: worker.status().num_peers == 0)
 
 
-def test_greedy_receiver_leaves_places_for_others() -> None:
+def test_greedy_receiver_leaves_places_for_others():
     with (
         contextlib.closing(Arena(HOST_BYTES)) as arena,
         worker_of(new_tree(PAGES, memory=arena), max_streams=16) as worker,
@@ -312,7 +312,7 @@ def test_greedy_receiver_leaves_places_for_others() -> None:
         assert num_served(third, 1) == 1
 
 
-def test_receiver_of_many_streams_gets_no_more_bytes_than_one_of_a_single_stream() -> None:
+def test_receiver_of_many_streams_gets_no_more_bytes_than_one_of_a_single_stream():
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=12 * SIZE) as worker,
         RawPeer(worker.address) as greedy,
@@ -331,7 +331,7 @@ def test_receiver_of_many_streams_gets_no_more_bytes_than_one_of_a_single_stream
         assert num_bytes(greedy) < 3 * SIZE * len(STEPS)
 
 
-def test_a_receiver_that_vanishes_or_stalls_frees_its_lease() -> None:
+def test_a_receiver_that_vanishes_or_stalls_frees_its_lease():
     source = new_tree(PAGES)
     with (
         worker_of(source, max_bytes_per_s=1e4, silence_s=3.0) as worker,
@@ -347,7 +347,7 @@ def test_a_receiver_that_vanishes_or_stalls_frees_its_lease() -> None:
         eventually_free(source)
 
 
-def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
+def test_a_worker_that_closes_in_mid_stream_frees_its_leases():
     source = new_tree(PAGES)
     with worker_of(source, max_bytes_per_s=1e4) as worker:
         peer = Peer(new_tree(), worker.address, ONCE)
@@ -362,7 +362,7 @@ def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
     assert source.num_pages == 0
 
 
-def test_streams_come_and_go_while_another_thread_counts_them() -> None:
+def test_streams_come_and_go_while_another_thread_counts_them():
     scheduler = SendScheduler(verbs.Status(version=0, epoch=0, model=""), None, time.monotonic)
 
     @dataclass(eq=False)

@@ -16,7 +16,7 @@ from cachetree.planning.profile import read_profile
 from cachetree.transport.keys import read_key_pair
 
 
-def test_yaml_file_is_read(tmp_path: Path) -> None:
+def test_yaml_file_is_read(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("a: [1, x]\nb: 2.5\n")
     assert read_yaml(file, "config") == {"a": [1, "x"], "b": 2.5}
@@ -29,14 +29,14 @@ def test_yaml_file_is_read(tmp_path: Path) -> None:
     [b"a: [", b"\xff\xfe\x00", b"a: 2026-02-30", b"a: !!python/name:os.system", b"[" * 1_000],
     ids=["unfinished", "not text", "no such day", "an object", "too deep"],
 )
-def test_invalid_yaml_is_refused_with_its_place(tmp_path: Path, content: bytes) -> None:
+def test_invalid_yaml_is_refused_with_its_place(tmp_path, content):
     file = tmp_path / "a.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"fleet {file} is not YAML: "):
         read_yaml(file, "fleet")
 
 
-def test_shared_part_is_written_once(tmp_path: Path) -> None:
+def test_shared_part_is_written_once(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("base: &base {a: 1, b: [2]}\none: *base\ntwo: {<<: *base, a: 3}\n")
     base = {"a": 1, "b": [2]}
@@ -92,6 +92,6 @@ def test_a_key_that_nobody_knows_is_held_against_those_there_are(content, said):
         settings_of(content, Outer, "config a.yaml")
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"config .*a\.yaml cannot be read: No such file"):
         read_yaml(tmp_path / "a.yaml", "config")

@@ -48,7 +48,7 @@ def activated() -> Iterator[ActivatedAdapters]:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 9, 60])
 @pytest.mark.parametrize("seed", range(6))
-def test_an_invocation_is_found_where_it_comes_last(num_tokens: int, seed: int) -> None:
+def test_an_invocation_is_found_where_it_comes_last(num_tokens, seed):
     draw = random.Random(seed)
     tokens = array("q", draw.choices([0, 1, 256], k=num_tokens))
     for length in (1, 2, 3):
@@ -58,7 +58,7 @@ def test_an_invocation_is_found_where_it_comes_last(num_tokens: int, seed: int) 
 
 
 @pytest.mark.parametrize("filled_with", [5, 7])
-def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: int) -> None:
+def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with):
     """This also holds if a user fills the prompt with an invocation's first token."""
     tokens = array("q", [filled_with]) * 1_000_000
     begun_s = time.process_time()
@@ -102,7 +102,7 @@ def manager(num_slots: int) -> Any:
     )
 
 
-def test_the_host_does_not_wait_to_tell_of_it(cuda: VirtualCuda, activated) -> None:
+def test_the_host_does_not_wait_to_tell_of_it(cuda, activated):
     copied, batch = [], prefill()
     cuda.stalls.clear()
     activated.prepare(lambda _manager, it: copied.append(it), manager(2), batch)
@@ -132,7 +132,7 @@ def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(cuda, ac
     assert activated._split(batch).lora_ids == [None, "judge"]
 
 
-def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated) -> None:
+def test_to_ask_whether_a_graph_fits_copies_nothing(cuda, activated):
     batch = prefill()
     batch.extend_seq_lens = None  # What is on the device is not looked at.
     assert activated.fits_graph(LoRAManager.can_use_prefill_cuda_graph, manager(2), batch)
@@ -147,7 +147,7 @@ def test_another_adapters_request_of_the_same_id_is_not_touched(cuda, activated)
     assert activated._split(batch) is batch
 
 
-def test_where_log_probabilities_begin_is_not_told_of_parts(cuda: VirtualCuda, activated) -> None:
+def test_where_log_probabilities_begin_is_not_told_of_parts(cuda, activated):
     """Otherwise the triton backend counts a negative number of rows, in segments without an end."""
     batch = prefill()
     batch.rids, batch.lora_ids, batch.batch_size = [RID, "another"], ["judge", None], 2

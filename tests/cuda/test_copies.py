@@ -61,7 +61,7 @@ def copied(cuda: VirtualCuda, *sources: Source) -> Loader:
     return loader
 
 
-def test_it_never_leaves_its_stream_for_the_first_device(cuda: VirtualCuda) -> None:
+def test_it_never_leaves_its_stream_for_the_first_device(cuda):
     loader = copied(cuda, Source(cuda))
     left = [name for name in cuda.left if name == "droidspeak-loader"]
     loader.close()
@@ -77,7 +77,7 @@ def test_no_copy_is_asked_for_before_its_stream_waits_for_forwards(cuda, monkeyp
     assert told[:2] == ["waits", "asks"]
 
 
-def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda: VirtualCuda) -> None:
+def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda):
     source = Source(cuda)
     loader = copied(cuda, source, Breaks(cuda))
     copying.copy(source.memory, memoryview(np.ones(4 * WIDTH, np.uint8)))  # Another fetch has it.
@@ -98,7 +98,7 @@ def test_no_copy_runs_on_a_stream_that_computes(cuda, monkeypatch):
     assert copies.another_stream() is pool[3]
 
 
-def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied() -> None:
+def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied():
     is_copying, may_end, told = threading.Event(), threading.Event(), []
 
     def copy(*_: object) -> int:
@@ -123,7 +123,7 @@ def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied() -> None:
     assert told == ["copied", "abandoned"], "and of what comes later nothing is"
 
 
-def test_a_long_load_takes_no_more_of_the_devices_memory_than_a_forwards_tokens() -> None:
+def test_a_long_load_takes_no_more_of_the_devices_memory_than_a_forwards_tokens():
     written: list[tuple[list[int], bytes]] = []
 
     def write(_layer: int, slots: torch.Tensor, source: memoryview) -> None:

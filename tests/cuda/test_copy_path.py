@@ -49,7 +49,7 @@ def kv_of(kv: Any, layer: int, slots: torch.Tensor) -> torch.Tensor:
     return torch.stack([it[layer][slots].cpu() for it in (kv.k_buffer, kv.v_buffer)], 1)
 
 
-def test_stand_ins_have_the_kernels_parameters() -> None:
+def test_stand_ins_have_the_kernels_parameters():
     from sglang_droidspeak.engine import transfer
 
     for name in transfer.__all__:
@@ -60,7 +60,7 @@ def test_stand_ins_have_the_kernels_parameters() -> None:
         assert needed <= ours.keys()
 
 
-def test_load_of_one_run_is_one_kernel_and_allocates_nothing(cuda: VirtualCuda) -> None:
+def test_load_of_one_run_is_one_kernel_and_allocates_nothing(cuda):
     kv, pool = a_pool()
     slots = torch.tensor([*range(8, 16), *range(3, 7)], device="cuda")
     memory = cuda.page_locked(12 * TOKEN_BYTES)
@@ -87,7 +87,7 @@ def test_load_in_parts_or_from_pageable_memory_fills_its_slots(cuda, monkeypatch
     assert torch.equal(kv_of(kv, 0, slots), STORED)
 
 
-def test_kernel_that_reads_pageable_memory_fails(cuda: VirtualCuda) -> None:
+def test_kernel_that_reads_pageable_memory_fails(cuda):
     kv, _ = a_pool()
     place = torch.zeros(1, dtype=torch.int64, device="cuda")
     flat = kv.k_buffer[0].view(SLOTS, -1)
@@ -157,8 +157,8 @@ class Staged:
 
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_batch_has_one_event_a_layer_and_is_timed_if_no_byte_is_missing(
-    cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch, is_complete: bool
-) -> None:
+    cuda, monkeypatch, is_complete
+):
     forwards, events, timed = torch.cuda.Stream(priority=0), torch.cuda.Event, []
 
     def made(*, enable_timing: bool = False) -> Any:

@@ -45,7 +45,7 @@ def pool(cuda: VirtualCuda) -> tuple[EPool, Stack]:
     return pool, stack
 
 
-def test_e_is_written_inside_a_cuda_graph(cuda: VirtualCuda, pool) -> None:
+def test_e_is_written_inside_a_cuda_graph(cuda, pool):
     e_pool, stack = pool
     slots = torch.tensor([5, 6, 9], device="cuda")
     e = {layer: torch.randn(8, HIDDEN).to("cuda") for layer in range(4)}
@@ -56,7 +56,7 @@ def test_e_is_written_inside_a_cuda_graph(cuda: VirtualCuda, pool) -> None:
     assert e_pool.valid.cpu().nonzero().flatten().tolist() == [5, 6, 9]
 
 
-def test_each_rank_keeps_its_columns_and_all_of_them_e(cuda: VirtualCuda) -> None:
+def test_each_rank_keeps_its_columns_and_all_of_them_e(cuda):
     runner = SimpleNamespace(dtype=torch.bfloat16, device="cuda")
     slots, e = torch.tensor([5, 6, 9], device="cuda"), torch.randn(8, HIDDEN).bfloat16()
     stored, num_bytes = [], []
@@ -72,7 +72,7 @@ def test_each_rank_keeps_its_columns_and_all_of_them_e(cuda: VirtualCuda) -> Non
         assert torch.equal(torch.cat([first, second], 1), whole)
 
 
-def test_e_of_what_was_copied_is_taken_over_but_where_layers_have_run(pool) -> None:
+def test_e_of_what_was_copied_is_taken_over_but_where_layers_have_run(pool):
     e_pool, stack = pool
     source, slots = (torch.arange(at, at + 4, device="cuda") for at in (0, 8))
     e = {layer: torch.full((4, HIDDEN), float(layer), device="cuda") for layer in (1, 3)}
@@ -85,7 +85,7 @@ def test_e_of_what_was_copied_is_taken_over_but_where_layers_have_run(pool) -> N
 
 
 @pytest.mark.parametrize("has_own_e", [False, True])
-def test_a_partial_prefill_writes_only_its_own_models_e_and_marks_none(pool, has_own_e) -> None:
+def test_a_partial_prefill_writes_only_its_own_models_e_and_marks_none(pool, has_own_e):
     e_pool, stack = pool
     slots = torch.arange(4, device="cuda")
     ones = dict.fromkeys((1, 3), torch.ones(4, HIDDEN, device="cuda"))
@@ -94,7 +94,7 @@ def test_a_partial_prefill_writes_only_its_own_models_e_and_marks_none(pool, has
     assert not e_pool.valid.cpu().any()
 
 
-def test_slots_lose_their_e_without_a_wait(cuda: VirtualCuda, pool) -> None:
+def test_slots_lose_their_e_without_a_wait(cuda, pool):
     e_pool, stack = pool
     slots = torch.arange(16, device="cuda")
     stack.forward(slots, {3: torch.zeros(16, HIDDEN, device="cuda")})

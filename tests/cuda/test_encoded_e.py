@@ -39,7 +39,7 @@ def a_pool(coding: Coding) -> DeviceRows:
 
 
 @pytest.mark.parametrize("codec", Codec)
-def test_e_that_lies_in_two_runs_is_decoded_and_joined_on_the_device(codec: Codec) -> None:
+def test_e_that_lies_in_two_runs_is_decoded_and_joined_on_the_device(codec):
     values, coding = torch.randn(2 * PAGE, HIDDEN), Coding(codec, HEAD_DIM)
     raw = bytearray(values.numel() // HEAD_DIM * vector_bytes(codec, HEAD_DIM, 4))
     coding.store(values, memoryview(raw))
@@ -62,14 +62,14 @@ def test_e_that_lies_in_two_runs_is_decoded_and_joined_on_the_device(codec: Code
         assert torch.equal(rows.cpu(), decoded[PAGE:])
 
 
-def test_a_ranks_columns_of_e_need_not_be_whole_heads() -> None:
+def test_a_ranks_columns_of_e_need_not_be_whole_heads():
     values = torch.randn(3, HEAD_DIM // 2)
     loaded = Coding(Codec.NONE, HEAD_DIM).load(memoryview(values.numpy()).cast("B"), values)
     assert torch.equal(loaded, values)
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
-def test_two_streams_may_encode_and_decode(codec: Codec) -> None:
+def test_two_streams_may_encode_and_decode(codec):
     """They are the first of an offload and the first of a load, which no fence orders."""
     values = torch.randn(4, HEAD_DIM)
     with VirtualCuda() as cuda:

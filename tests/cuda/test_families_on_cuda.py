@@ -78,7 +78,7 @@ def quantised(runner: Any) -> Any:
     return runner
 
 
-def test_layers_whose_weights_are_quantised_equal_it_too(tmp_path: Path) -> None:
+def test_layers_whose_weights_are_quantised_equal_it_too(tmp_path):
     pair = write_models(
         tmp_path, shape("llama", layers=4, hidden=64, heads=2, kv_heads=1), ["s", "r"]
     )
@@ -95,7 +95,7 @@ def model_of(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def test_what_happens_on_the_device_equals_the_oracle(pair) -> None:
+def test_what_happens_on_the_device_equals_the_oracle(pair):
     differences = fork(partial(play, *pair), dict[str, float])
     assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=TOLERANCE)
     assert len(differences) == 10

@@ -210,7 +210,7 @@ def play(runner: Any, model: Path, scenario: Callable, drop: Line | None) -> See
 
 
 @pytest.mark.parametrize("scenario", [it.__name__ for it in SCENARIOS])
-def test_nothing_races(seen, scenario: str) -> None:
+def test_nothing_races(seen, scenario):
     result = seen[scenario, None]
     assert not result.error
     assert not result.races, result.races[0]
@@ -219,11 +219,11 @@ def test_nothing_races(seen, scenario: str) -> None:
 @pytest.mark.parametrize(
     "scenario", ["a_load_from_a_peer", "a_load_from_the_pool", "a_load_of_what_is_cached"]
 )
-def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario: str) -> None:
+def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario):
     assert sorted(map(str, seen[scenario, None].waits)) == []
 
 
-def test_a_load_with_corrected_e_takes_no_memory_of_the_device(seen) -> None:
+def test_a_load_with_corrected_e_takes_no_memory_of_the_device(seen):
     """The buffers were counted before the KV pool was sized. The tensors of a batch are small."""
     loads = ("rows.py", "source.py", "load.py", "partial_prefill.py", "corrections/__init__.py")
     lines = map(str, seen["a_load_from_a_peer", None].allocations)
@@ -247,7 +247,7 @@ def forwards_before_reads(model: Path) -> list[int]:
     return counts
 
 
-def test_the_end_of_a_batch_waits_for_no_full_prefill(model) -> None:
+def test_the_end_of_a_batch_waits_for_no_full_prefill(model):
     """SGLang asks for the end as soon as the batch is launched."""
     before, after = fork(partial(forwards_before_reads, model), list[int])
     assert before == 0 < after
@@ -271,18 +271,18 @@ def streams_of_an_offload(model: Path) -> list[bool]:
     return [any(it is other for other in busy) for it in streams]
 
 
-def test_what_is_stored_is_copied_on_a_stream_of_its_own(model) -> None:
+def test_what_is_stored_is_copied_on_a_stream_of_its_own(model):
     assert fork(partial(streams_of_an_offload, model), list[bool]) == [False, False]
 
 
-def test_every_fence_is_needed(seen) -> None:
+def test_every_fence_is_needed(seen):
     needed = {fence for (_, fence), it in seen.items() if fence and it.is_bad}
     dropped = {fence for _, fence in seen if fence}
     assert dropped
     assert sorted(map(str, dropped - needed)) == []
 
 
-def test_every_fence_in_the_source_is_passed(seen) -> None:
+def test_every_fence_in_the_source_is_passed(seen):
     passed = {(it.file, it.number) for _, it in seen if it}
     assert sorted(set(fences_in_source()) - passed) == []
 

@@ -143,7 +143,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     return sender, receiver
 
 
-def test_a_block_equals_the_oracle(pair) -> None:
+def test_a_block_equals_the_oracle(pair):
     differences = fork(partial(play, *pair), list[float])
     assert differences == pytest.approx([0.0] * 5, abs=BFLOAT16)
 
@@ -170,7 +170,7 @@ def play(sender: Path, receiver: Path) -> list[float]:
     return distances
 
 
-def test_a_plan_reads_its_lengths_back_before_it_writes_its_workspace() -> None:
+def test_a_plan_reads_its_lengths_back_before_it_writes_its_workspace():
     """So the next plan's page-locked memory needs no fence of ours: by then, the stream has
     finished reading it."""
     source = inspect.getsource(flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan)

@@ -82,7 +82,7 @@ BFLOAT16 = 0.02
 SMALL = {"HEADS": 1, "HIDDEN": 128, "LAYERS": 2, "REPEATS": 1, "PAGE": 4}
 
 
-def test_copies_run_and_nothing_races(monkeypatch) -> None:
+def test_copies_run_and_nothing_races(monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(copies, name, value)
     with VirtualCuda() as cuda:
@@ -102,7 +102,7 @@ def transfer_kv_direct(
             into[to : to + page_size].copy_(source[of : of + page_size], non_blocking=True)
 
 
-def test_stand_in_for_copies_of_pages_has_the_parameters_of_sglangs() -> None:
+def test_stand_in_for_copies_of_pages_has_the_parameters_of_sglangs():
     """The package cannot be imported without CUDA's driver."""
     (folder,) = importlib.util.find_spec("sgl_kernel").submodule_search_locations  # type: ignore[union-attr]
     tree = ast.parse((Path(folder) / "kvcacheio.py").read_text())
@@ -125,7 +125,7 @@ def device(monkeypatch) -> Iterator[VirtualCuda]:
         yield cuda
 
 
-def test_all_ways_to_copy_run_beside_a_layer_and_nothing_races(device: VirtualCuda) -> None:
+def test_all_ways_to_copy_run_beside_a_layer_and_nothing_races(device):
     *_, results = overlap.overlap(4)
     assert not device.races, device.races[0]
     for length in (1, 4, 16):
@@ -144,8 +144,8 @@ def test_all_ways_to_copy_run_beside_a_layer_and_nothing_races(device: VirtualCu
     ],
 )
 def test_goal_is_met_if_copies_add_at_most_a_twentieth(
-    monkeypatch, compute_ms: float, copies_ms: float, both_ms: float, goal: str
-) -> None:
+    monkeypatch, compute_ms, copies_ms, both_ms, goal
+):
     """Each turn's time of both is compared with the same turn's compute: a device's clock
     drifts."""
     times = [[it, 2 * it, it] for it in (compute_ms, copies_ms, both_ms)]
@@ -159,7 +159,7 @@ def test_goal_is_met_if_copies_add_at_most_a_twentieth(
 
 
 @pytest.mark.parametrize("way", ["nothing", "error"])
-def test_copies_that_fill_no_slots_are_not_timed(device: VirtualCuda, way: str) -> None:
+def test_copies_that_fill_no_slots_are_not_timed(device, way):
     loads = copies.Loads(8, pin=True)
     loader = Loader(copies.LAYERS, Copies(None, "cuda"))
     broken = {"nothing": lambda _layer: None, "error": lambda _layer: 1 / 0}[way]
@@ -168,7 +168,7 @@ def test_copies_that_fill_no_slots_are_not_timed(device: VirtualCuda, way: str) 
     loader.close()
 
 
-def test_all_parts_take_fifteen_minutes_and_the_first_takes_five() -> None:
+def test_all_parts_take_fifteen_minutes_and_the_first_takes_five():
     """The fifteen minutes have one minute more for start and stop. The first part leaves a margin,
     too."""
     assert sum(it.most_s for it in gpu.PARTS.values()) <= 840
@@ -176,7 +176,7 @@ def test_all_parts_take_fifteen_minutes_and_the_first_takes_five() -> None:
     assert gpu.PARTS["ttft"].most_s <= 285
 
 
-def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys) -> None:
+def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys):
     """The device may be taken away before the part's last line."""
     reported = []
     monkeypatch.setattr(gpu, "within", lambda _command, most_s, _report: {"had_s": most_s})
@@ -188,7 +188,7 @@ def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", gpu.PARTS)
-def test_a_part_says_what_this_machine_lacks(name: str, monkeypatch) -> None:
+def test_a_part_says_what_this_machine_lacks(name, monkeypatch):
     told: list[Found] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     attempt(gpu.PARTS[name], 16, told.append)
@@ -201,7 +201,7 @@ def test_a_part_says_what_this_machine_lacks(name: str, monkeypatch) -> None:
         assert told[1:] == [{"not_run": f"{package} is not installed"}]
 
 
-def test_what_needs_no_sglang_runs_without_it() -> None:
+def test_what_needs_no_sglang_runs_without_it():
     script = [sys.executable, "-c", WITHOUT_SGLANG, *SERVED]
     done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -212,12 +212,12 @@ def test_what_needs_no_sglang_runs_without_it() -> None:
         assert found[name] == {"not_run": "sglang is not installed"}
 
 
-def test_the_line_at_the_end_names_what_is_installed() -> None:
+def test_the_line_at_the_end_names_what_is_installed():
     versions = read_environment(["torch", "no-such-package"]).versions
     assert versions.keys() == {"torch", "python"}
 
 
-def test_what_fails_keeps_what_was_found_before_and_says_why(capsys) -> None:
+def test_what_fails_keeps_what_was_found_before_and_says_why(capsys):
     def run(num_tokens: int) -> Any:
         yield {"tokens": num_tokens}
         raise RuntimeError("no kernel image\nand more")
@@ -258,7 +258,7 @@ time.sleep(600)
 """
 
 
-def test_what_a_part_has_started_is_stopped_with_it(tmp_path) -> None:
+def test_what_a_part_has_started_is_stopped_with_it(tmp_path):
     """Tests, for example, have servers to stop. The end of the part's process does not stop
     them."""
     script, file = tmp_path / "part.py", tmp_path / "file"
@@ -268,7 +268,7 @@ def test_what_a_part_has_started_is_stopped_with_it(tmp_path) -> None:
     assert Path(f"{file}.child").read_text() == "stopped"
 
 
-def test_a_part_has_what_those_before_it_left() -> None:
+def test_a_part_has_what_those_before_it_left():
     given = []
 
     def run(_name: str, most_s: float) -> Found:
@@ -281,14 +281,14 @@ def test_a_part_has_what_those_before_it_left() -> None:
     assert given == [20, 28, 20]
 
 
-def test_what_a_sanitizer_saw_fail_is_told(tmp_path, monkeypatch) -> None:
+def test_what_a_sanitizer_saw_fail_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "needs", lambda *_: None)
     script = 'print(\'{"failed": "a race"}\'); print(\'{"found": 1}\'); raise SystemExit(1)'
     monkeypatch.setattr(gpu, "WATCHED", (sys.executable, "-S", "-c", script))
     assert list(gpu.sanitized(("env",), 16)) == [{"failed": "exit 1: a race"}]
 
 
-def test_that_a_sanitizer_had_nothing_to_watch_is_said(monkeypatch) -> None:
+def test_that_a_sanitizer_had_nothing_to_watch_is_said(monkeypatch):
     monkeypatch.setattr(gpu, "needs", lambda *_: None)
     script = 'print(\'{"found": 1}\'); print(\'{"not_run": "there is no CUDA device"}\')'
     monkeypatch.setattr(gpu, "WATCHED", (sys.executable, "-S", "-c", script))
@@ -296,13 +296,13 @@ def test_that_a_sanitizer_had_nothing_to_watch_is_said(monkeypatch) -> None:
         list(gpu.sanitized(("env",), 16))
 
 
-def test_a_missing_sanitizer_is_said(monkeypatch) -> None:
+def test_a_missing_sanitizer_is_said(monkeypatch):
     monkeypatch.setattr(gpu, "needs", lambda *_: None)
     with pytest.raises(NotHere, match="no-such-sanitizer is not installed"):
         list(gpu.sanitized(("no-such-sanitizer",), 16))
 
 
-def test_outcomes_of_tests_are_told_one_by_one() -> None:
+def test_outcomes_of_tests_are_told_one_by_one():
     lines = [
         "[gw1] [ 50%] PASSED tests/gpu/test_cuda_servers.py::test_blocks[llama] \n",
         "a log line\n",
@@ -313,7 +313,7 @@ def test_outcomes_of_tests_are_told_one_by_one() -> None:
     assert first
 
 
-def test_sglang_takes_the_options_of_the_servers(tmp_path, monkeypatch) -> None:
+def test_sglang_takes_the_options_of_the_servers(tmp_path, monkeypatch):
     """The options come from files, in which SGLang refuses some of its own flags."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "gpu")
     from test_cuda_servers import CASES
@@ -331,14 +331,14 @@ def test_sglang_takes_the_options_of_the_servers(tmp_path, monkeypatch) -> None:
         assert parser.parse_args(args).page_size == spec.options["page-size"]
 
 
-def test_the_pair_may_reuse_each_length_that_is_measured(tmp_path) -> None:
+def test_the_pair_may_reuse_each_length_that_is_measured(tmp_path):
     for at in (servers.ON_DEVICE, servers.REHEARSED):
         _, reads = servers.pair([tmp_path, tmp_path], at)
         most = parse_settings(reads.droidspeak).max_recompute_tokens
         assert most >= max(*at.lengths, at.document_tokens)
 
 
-def test_sender_keeps_all_documents_of_the_load(tmp_path) -> None:
+def test_sender_keeps_all_documents_of_the_load(tmp_path):
     at = servers.ON_DEVICE
     sends, _ = servers.pair([tmp_path, tmp_path], at)
     row_bytes = 2 * (2 * at.layers * at.kv_heads * at.hidden // at.heads + at.hidden)
@@ -368,7 +368,7 @@ class Offering:
         return {"meta_info": {"droidspeak": [label], "output_token_logprobs": [[logprob, 5, None]]}}
 
 
-def test_reuse_is_timed_when_the_whole_prefix_is_on_offer() -> None:
+def test_reuse_is_timed_when_the_whole_prefix_is_on_offer():
     server: Any = Offering(-1.0625)
     *_, results = servers.measured(server, server, replace(servers.ON_DEVICE, lengths=(70, 140)))
     timed = {"70_full_ms", "70_radix_ms", "140_reused_ms", "140_speedup", "recomputed"}
@@ -377,7 +377,7 @@ def test_reuse_is_timed_when_the_whole_prefix_is_on_offer() -> None:
     assert sorted(server.asked.values()) == [2] * 4 + [3] * 4
 
 
-def test_reuse_with_another_answer_than_full_prefill_fails() -> None:
+def test_reuse_with_another_answer_than_full_prefill_fails():
     server: Any = Offering(-1.5)
     with pytest.raises(RuntimeError, match="log-probabilities differ"):
         list(servers.measured(server, server, replace(servers.ON_DEVICE, lengths=(70,))))
@@ -420,7 +420,7 @@ def requests_of(queue: Queue) -> throughput.Requests:
     return throughput.Requests("http://peer", [[1], [2]], queue.flush, at, queue.send)
 
 
-def test_rate_rises_until_a_tenth_of_the_first_tokens_come_late() -> None:
+def test_rate_rises_until_a_tenth_of_the_first_tokens_come_late():
     queue = Queue({"off": 0.04, "reused": 0.01})
     runs = [dict(it) for it in throughput.measured(requests_of(queue), lambda: queue.now_s)]
     assert runs[0] == {"ttft_target_ms": 80}
@@ -433,13 +433,13 @@ def test_rate_rises_until_a_tenth_of_the_first_tokens_come_late() -> None:
     assert queue.num_flushed == len(rates) + 4
 
 
-def test_way_that_is_late_at_every_rate_has_no_gain() -> None:
+def test_way_that_is_late_at_every_rate_has_no_gain():
     queue = Queue({"off": 0.04, "reused": 0.09})
     *_, results = throughput.measured(requests_of(queue), lambda: queue.now_s)
     assert results["reused_per_s"] == 0 and results["gain"] == 0
 
 
-def test_rate_stops_rising_after_a_minute() -> None:
+def test_rate_stops_rising_after_a_minute():
     queue = Queue({"off": 0.04, "reused": 1e-9})
     *_, results = throughput.measured(requests_of(queue), lambda: queue.now_s)
     assert queue.now_s < 2 * (throughput.MOST_S + 5)
@@ -459,14 +459,14 @@ def test_seeded_checkpoints_are_models_that_differ_from_the_shared_layers_on(tmp
         assert model(torch.tensor([[5, 6, 7]])).logits.std() > 0.01
 
 
-def test_weights_of_an_adapter_are_read_from_its_file(tmp_path: Path) -> None:
+def test_weights_of_an_adapter_are_read_from_its_file(tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     weights = [("lora_A", torch.ones(1))]
     source = SimpleNamespace(model_or_path=str(tmp_path))
     assert [*random_weights._random_weights(lambda *_: weights, None, source)] == weights
 
 
-def test_file_has_each_result_once_a_part_has_it(tmp_path: Path) -> None:
+def test_file_has_each_result_once_a_part_has_it(tmp_path):
     file, environment = tmp_path / "new" / "gpu.json", read_environment([])
     gpu.save([{"part": "ttft", "2000_full_ms": 9.0}], environment, file)
     gpu.save([{"part": "overlap", "added_ms": 1.0}], environment, file)
@@ -495,13 +495,13 @@ def replayed(path: Path) -> dict[str, float]:
     return {name: float((it[name] - told.float()).abs().max()) for name, told in pairs.items()}
 
 
-def test_flashinfer_on_devices_told_the_same() -> None:
+def test_flashinfer_on_devices_told_the_same():
     """Each device on which the kernels ran has one file."""
     for path in FIXTURES.glob("*.safetensors"):
         assert replayed(path) == pytest.approx({"out": 0.0, "lse": 0.0}, abs=BFLOAT16), path
 
 
-def test_a_dump_is_replayed(tmp_path) -> None:
+def test_a_dump_is_replayed(tmp_path):
     path, name = tmp_path / "dump.safetensors", "BatchPrefillWithPagedKVCacheWrapper"
     with VirtualCuda(), patch.object(flashinfer, name, NAMES[name]):
         attention.dump(path, workspace_bytes=64)

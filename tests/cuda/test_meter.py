@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 from virtual_cuda import VirtualCuda
@@ -14,7 +13,7 @@ from cachetree.planning import PrefillCost
 from sglang_droidspeak.cost import Meter
 
 
-def test_another_thread_is_told_and_leaves_the_device_alone(monkeypatch: Any) -> None:
+def test_another_thread_is_told_and_leaves_the_device_alone(monkeypatch):
     """The other thread is on the process's first device, which may belong to another server."""
     asking, query = [], Event.query
 

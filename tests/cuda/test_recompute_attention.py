@@ -77,7 +77,7 @@ def start(model: Path) -> Start:
         )
 
 
-def test_a_second_instance_has_run_with_and_without_tokens_before_when_requests_come(model) -> None:
+def test_a_second_instance_has_run_with_and_without_tokens_before_when_requests_come(model):
     assert fork(partial(start, model), Start) == Start(
         num_made=1,
         is_servers_own=False,
@@ -107,12 +107,12 @@ def taken(model: Path) -> tuple[int, int]:
     return made.workspace_buffer.nbytes + len(wrappers) * 8 * MIB, predicted
 
 
-def test_the_memory_of_flashinfer_is_known_before_it_is_made(model) -> None:
+def test_the_memory_of_flashinfer_is_known_before_it_is_made(model):
     taken_bytes, predicted = fork(partial(taken, model), tuple[int, int])
     assert taken_bytes == predicted > 384 * MIB
 
 
-def test_flashinfer_has_eight_mebibytes_for_each_plan() -> None:
+def test_flashinfer_has_eight_mebibytes_for_each_plan():
     for wrapper in (it for it in NAMES.values() if isinstance(it, type)):
         source = "".join(inspect.getsource(wrapper.real.__init__).split())
         assert source.count("self._int_workspace_buffer=torch.empty((8*1024*1024,),") == 1
@@ -138,7 +138,7 @@ def left_for_kv(model: Path, choice: str) -> int:
         return runner.kv_cache_configurator._profile_available_bytes(8.0)
 
 
-def test_it_is_left_out_of_what_kv_is_sized_by(model) -> None:
+def test_it_is_left_out_of_what_kv_is_sized_by(model):
     choices = ("server", "flashinfer")
     without, beside = (fork(partial(left_for_kv, model, it), int) for it in choices)
     assert without - beside == fork(partial(taken, model), tuple[int, int])[1]

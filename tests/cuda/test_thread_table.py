@@ -85,7 +85,7 @@ def named(before: set[threading.Thread]) -> list[str]:
     return sorted({it.name.partition(" ")[0].removesuffix("_0") for it in new})
 
 
-def test_every_thread_is_in_the_table_by_name(tmp_path: Path) -> None:
+def test_every_thread_is_in_the_table_by_name(tmp_path):
     page = (ROOT / "docs/development.md").read_text().partition("## Threads")[2]
     assert fork(partial(running, tmp_path), list[str]) == sorted(
         re.findall(r"(?m)^\| `([\w-]+)` \|", page)

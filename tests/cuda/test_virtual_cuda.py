@@ -33,14 +33,14 @@ def stream_after_this() -> torch.cuda.Stream:
     return stream
 
 
-def test_it_computes(cuda: VirtualCuda) -> None:
+def test_it_computes(cuda):
     x = torch.arange(6, dtype=torch.float32).view(2, 3).to("cuda")
     y = (x @ x.T)[slots(1)]
     assert y.device == torch.device("cuda:0")
     assert y.cpu().tolist() == y.tolist() == [[14.0, 50.0]]
 
 
-def test_tensors_of_two_devices_do_not_mix(cuda: VirtualCuda) -> None:
+def test_tensors_of_two_devices_do_not_mix(cuda):
     with pytest.raises(RuntimeError, match="different devices"):
         torch.cat([torch.zeros(1, 2, device="cuda"), torch.zeros(1, 2)])
 
@@ -59,7 +59,7 @@ def test_a_row_that_two_streams_write_is_a_race_and_its_neighbours_are_not(cuda)
     assert cuda.races
 
 
-def test_an_event_orders_what_came_before_it(cuda: VirtualCuda) -> None:
+def test_an_event_orders_what_came_before_it(cuda):
     rows, some = pool(), slots(0)
     one, other = stream_after_this(), stream_after_this()
     with torch.cuda.stream(one):
@@ -84,7 +84,7 @@ def test_page_locked_memory_that_is_written_while_it_is_copied_is_a_race(cuda):
     assert not cuda.races
 
 
-def test_what_one_thread_waited_for_another_knows_only_if_it_is_told(cuda: VirtualCuda) -> None:
+def test_what_one_thread_waited_for_another_knows_only_if_it_is_told(cuda):
     memory = cuda.page_locked(64)
 
     def races_of(tells: bool) -> int:
@@ -130,7 +130,7 @@ def test_what_makes_the_host_wait_is_noted_and_cannot_be_captured(cuda, operatio
         operation(marks, rows)
 
 
-def test_what_does_not_is_captured(cuda: VirtualCuda) -> None:
+def test_what_does_not_is_captured(cuda):
     marks, rows, some = torch.zeros(16, dtype=torch.bool, device="cuda"), pool(), slots(1, 2)
     cuda.stalls.clear()
     with cuda.capturing():
@@ -141,7 +141,7 @@ def test_what_does_not_is_captured(cuda: VirtualCuda) -> None:
     assert marks.tolist() == [False, True, True] + 13 * [False]
 
 
-def test_an_event_has_to_be_over_before_its_time_is_asked(cuda: VirtualCuda) -> None:
+def test_an_event_has_to_be_over_before_its_time_is_asked(cuda):
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     stop.record()
@@ -151,7 +151,7 @@ def test_an_event_has_to_be_over_before_its_time_is_asked(cuda: VirtualCuda) -> 
     assert start.elapsed_time(stop)
 
 
-def test_queues_of_the_product_carry_clocks() -> None:
+def test_queues_of_the_product_carry_clocks():
     from cachetree import tier
     from cachetree.transport import send_queue
 

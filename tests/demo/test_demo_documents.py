@@ -19,7 +19,7 @@ from sglang_droidspeak.demo.run import random_documents
 SMALL = DemoConfig.small()
 
 
-def test_documents_are_asked_as_the_profile_was_made() -> None:
+def test_documents_are_asked_as_the_profile_was_made():
     profile = read_measured(SMALL.profile)
     documents = SMALL.documents(profile)
     assert sum(len(it.questions) for it in documents) == 72
@@ -28,12 +28,12 @@ def test_documents_are_asked_as_the_profile_was_made() -> None:
     assert all(len(it.prefix) % 16 == 0 for it in documents)
 
 
-def test_only_the_first_questions_can_be_asked() -> None:
+def test_only_the_first_questions_can_be_asked():
     documents = replace(SMALL, num_questions=4).documents(read_measured(SMALL.profile))
     assert [len(it.questions) for it in documents] == [3, 1]
 
 
-def test_only_the_first_documents_can_be_asked_about() -> None:
+def test_only_the_first_documents_can_be_asked_about():
     few = replace(SMALL, num_documents=2)
     whole, documents = (it.documents(read_measured(it.profile)) for it in (SMALL, few))
     assert documents == whole[:2]
@@ -53,7 +53,7 @@ def longest(config: DemoConfig, profile: MeasuredProfile) -> int:
     return max(len(it.prefix) + len(q.suffix) for it in documents for q in it.questions)
 
 
-def test_prompts_are_cut_to_what_the_profile_and_the_servers_take(tmp_path: Path) -> None:
+def test_prompts_are_cut_to_what_the_profile_and_the_servers_take(tmp_path):
     assert longest(SMALL, made_with(tmp_path)) > 128
     assert longest(SMALL, made_with(tmp_path, max_prompt_tokens=96)) == 96
     of_the_server = replace(SMALL, options={"context-length": 128})
@@ -66,7 +66,7 @@ def test_prompts_are_cut_to_what_the_profile_and_the_servers_take(tmp_path: Path
     assert longest(replace(SMALL, receiver=receiver), made_with(tmp_path, max_new=2)) == 120 - 7
 
 
-def test_data_may_be_a_folder_of_several_sets_with_metrics_of_their_own(tmp_path: Path) -> None:
+def test_data_may_be_a_folder_of_several_sets_with_metrics_of_their_own(tmp_path):
     record = json.loads(SMALL.data.read_text().splitlines()[0])
     for name in ("hotpotqa", "multi_news"):
         lines = [json.dumps(record | {"dataset": name, "_id": f"{name}{i}"}) for i in range(2)]
@@ -101,24 +101,24 @@ def test_the_plan_is_shown_with_e_as_it_is_where_that_is_asked(correction, tmp_p
     assert subject.title.endswith("E corrected") == correction
 
 
-def test_random_documents_differ_from_their_first_page_on() -> None:
+def test_random_documents_differ_from_their_first_page_on():
     documents = random_documents()
     assert len({it.prefix[:16] for it in documents}) == len(documents) == 3
     assert {(len(it.prefix) % 16, len(it.questions)) for it in documents} == {(0, 1)}
 
 
-def test_no_condition_always_comes_first() -> None:
+def test_no_condition_always_comes_first():
     every = list(Condition)
     assert {rotated(every, index)[0] for index in range(len(every))} == {*every}
     assert all({*rotated(every, index)} == {*every} for index in range(4))
 
 
-def test_one_server_needs_a_receiver_that_is_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_server_needs_a_receiver_that_is_an_adapter(capsys):
     own = [f"--{it}={getattr(SMALL, it)}" for it in ("sender", "receiver", "profile", "data")]
     assert main(["demo", *own, "--servers", "1"]) == 1
     assert "--servers is 1; that needs --receiver-lora" in capsys.readouterr().err
 
 
-def test_an_activated_adapter_on_other_weights_is_refused() -> None:
+def test_an_activated_adapter_on_other_weights_is_refused():
     with pytest.raises(DemoFailed, match="it shares the sender's KV only on the sender's own"):
         replace(SMALL, activated_lora=SMALL.sender).pair()

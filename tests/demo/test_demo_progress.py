@@ -9,7 +9,7 @@ from rich.console import Console
 from sglang_droidspeak.demo.run import step
 
 
-def test_without_a_terminal_it_prints_lines_and_no_control_characters() -> None:
+def test_without_a_terminal_it_prints_lines_and_no_control_characters():
     out = io.StringIO()
     with step(Console(file=out, force_terminal=False), "Answer", 2) as advance:
         advance()
@@ -19,7 +19,7 @@ def test_without_a_terminal_it_prints_lines_and_no_control_characters() -> None:
     assert last.startswith("Answer: done in")
 
 
-def test_a_failed_step_is_not_done() -> None:
+def test_a_failed_step_is_not_done():
     out = io.StringIO()
     try:
         with step(Console(file=out, force_terminal=False), "Start"):
@@ -29,7 +29,7 @@ def test_a_failed_step_is_not_done() -> None:
     assert "done" not in out.getvalue()
 
 
-def test_on_a_terminal_it_draws_a_bar() -> None:
+def test_on_a_terminal_it_draws_a_bar():
     out = io.StringIO()
     with step(Console(file=out, force_terminal=True, width=120), "Answer", 2) as advance:
         advance()

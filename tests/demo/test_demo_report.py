@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -63,7 +62,7 @@ def report() -> DemoReport:
     )
 
 
-def test_json_has_a_place_for_every_number(report: DemoReport, tmp_path: Path) -> None:
+def test_json_has_a_place_for_every_number(report, tmp_path):
     write_json(report, tmp_path / "demo.json")
     written = json.loads((tmp_path / "demo.json").read_text())
     conditions = written["pair"]["conditions"]
@@ -85,7 +84,7 @@ def printed(report: DemoReport) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_table_has_one_row_per_condition(report: DemoReport) -> None:
+def test_table_has_one_row_per_condition(report):
     lines = printed(report)
     (block,) = [line.split() for line in lines if line.strip().startswith("block ")]
     assert block == ["block", "0.986", "1,000", "1,200", "4.0", "×", "2,000", "3", "116.7", "93%"]
@@ -94,20 +93,20 @@ def test_table_has_one_row_per_condition(report: DemoReport) -> None:
     assert "layers" in lines[1] and "of 12" in lines[2]
 
 
-def test_random_weights_are_a_line_of_their_own(report: DemoReport) -> None:
+def test_random_weights_are_a_line_of_their_own(report):
     said = " ".join(" ".join(printed(report)).split())
     assert "ceiling, time alone: 6 documents of 2,000 tokens, random weights" in said
     assert "4,000 ms by full prefill, 800 with the block, 5.0 × faster" in said
 
 
-def test_an_own_pair_has_no_ceiling(report: DemoReport) -> None:
+def test_an_own_pair_has_no_ceiling(report):
     assert "ceiling" not in " ".join(printed(replace(report, ceiling=None)))
 
 
-def test_what_the_data_cannot_decide_is_below_the_table(report: DemoReport) -> None:
+def test_what_the_data_cannot_decide_is_below_the_table(report):
     assert "too few" in " ".join(printed(replace(report, notes=["2 documents are too few"])))
 
 
-def test_picture_is_a_png(report: DemoReport, tmp_path: Path) -> None:
+def test_picture_is_a_png(report, tmp_path):
     draw(report, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

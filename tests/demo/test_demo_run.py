@@ -82,7 +82,7 @@ def run(*args: str) -> int:
         return main(["demo", *args])
 
 
-def test_own_pair_is_answered_and_timed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_own_pair_is_answered_and_timed(tmp_path, capfd):
     status = run("--out", str(tmp_path), *OWN_PAIR, "--num-questions", "9")
     output = "".join(capfd.readouterr())
     assert status == 0, output

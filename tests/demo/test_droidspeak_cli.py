@@ -26,13 +26,13 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out.out, out.err
 
 
-def test_identity_prints_the_id_that_profiles_use(capsys) -> None:
+def test_identity_prints_the_id_that_profiles_use(capsys):
     code, out, _ = run(capsys, "identity", str(SMALL.sender))
     assert code == 0
     assert read_profile(SMALL.profile).sender.model_id in out
 
 
-def test_version_names_both(capsys) -> None:
+def test_version_names_both(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -41,7 +41,7 @@ def test_version_names_both(capsys) -> None:
     )
 
 
-def test_commands_start_without_heavy_imports() -> None:
+def test_commands_start_without_heavy_imports():
     """An import of SGLang would add five seconds to `--help` and `peers`."""
     code = (
         "import sys, sglang_droidspeak.cli;"
@@ -51,7 +51,7 @@ def test_commands_start_without_heavy_imports() -> None:
     assert said == "[]\n"
 
 
-def test_identity_as_json(capsys) -> None:
+def test_identity_as_json(capsys):
     code, out, _ = run(capsys, "identity", str(SMALL.receiver), "--json")
     fields = json.loads(out)
     assert code == 0
@@ -59,14 +59,14 @@ def test_identity_as_json(capsys) -> None:
     assert fields["num_layers"] == 12
 
 
-def test_identity_of_no_model_is_one_line(capsys, tmp_path: Path) -> None:
+def test_identity_of_no_model_is_one_line(capsys, tmp_path):
     code, _, err = run(capsys, "identity", str(tmp_path / "none"))
     assert code == 1
     assert err.startswith("droidspeak: model folder")
     assert err.count("\n") == 1
 
 
-def test_reader_that_closes_the_pipe_early_is_no_error() -> None:
+def test_reader_that_closes_the_pipe_early_is_no_error():
     command = [sys.executable, "-m", "sglang_droidspeak.cli", "identity", str(SMALL.sender)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
@@ -74,7 +74,7 @@ def test_reader_that_closes_the_pipe_early_is_no_error() -> None:
     assert process.wait() == 0
 
 
-def test_unwritable_output_is_one_line(capsys, tmp_path: Path) -> None:
+def test_unwritable_output_is_one_line(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     into = str(tmp_path / "file" / "folder")
     code, _, err = run(capsys, "profile", "show", str(SMALL.profile), "--out", into)
@@ -83,7 +83,7 @@ def test_unwritable_output_is_one_line(capsys, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("action", ["show", "verify", "calibrate"])
-def test_flags_before_an_action_are_refused_and_not_forgotten(capsys, action: str) -> None:
+def test_flags_before_an_action_are_refused_and_not_forgotten(capsys, action):
     """The message has the remedy."""
     flags = ["--dtype", "float32", "--data", "x", "--no-prune"]
     message = f"{action} has no --no-prune; leave it out"
@@ -102,13 +102,13 @@ def test_flags_before_an_action_are_refused_and_not_forgotten(capsys, action: st
 
 
 @pytest.mark.parametrize("argv", [["demo", "--bogus"], ["demo", "--num-doc", "3"], []])
-def test_unknown_and_abbreviated_flags_are_refused(capsys, argv: list[str]) -> None:
+def test_unknown_and_abbreviated_flags_are_refused(capsys, argv):
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 2
 
 
-def test_an_own_pair_needs_all_four(capsys) -> None:
+def test_an_own_pair_needs_all_four(capsys):
     code, _, err = run(capsys, "demo", "--sender", "x", "--data", "y")
     assert code == 2
     assert "--receiver and --profile" in err
@@ -122,13 +122,13 @@ def own_pair(tmp_path: Path, **changes: Path) -> list[str]:
     return argv
 
 
-def test_a_profile_of_another_pair_is_refused(capsys, tmp_path: Path) -> None:
+def test_a_profile_of_another_pair_is_refused(capsys, tmp_path):
     code, _, err = run(capsys, *own_pair(tmp_path, sender=SMALL.receiver))
     assert code == 1
     assert "has sender" in err and "profile this pair" in err
 
 
-def test_a_profile_that_failed_its_gate_is_refused(capsys, tmp_path: Path) -> None:
+def test_a_profile_that_failed_its_gate_is_refused(capsys, tmp_path):
     failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
     write_profile(failed, tmp_path / "failed.json")
     code, _, err = run(capsys, *own_pair(tmp_path, profile=tmp_path / "failed.json"))
@@ -137,21 +137,21 @@ def test_a_profile_that_failed_its_gate_is_refused(capsys, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [\n"])
-def test_options_that_are_no_keys_are_refused(capsys, tmp_path: Path, text: str) -> None:
+def test_options_that_are_no_keys_are_refused(capsys, tmp_path, text):
     (tmp_path / "options.yaml").write_text(text)
     code, _, err = run(capsys, "demo", "--options", str(tmp_path / "options.yaml"))
     assert code == 1
     assert "options" in err
 
 
-def test_small_pair_replaces_a_real_pair_that_is_not_made(monkeypatch) -> None:
+def test_small_pair_replaces_a_real_pair_that_is_not_made(monkeypatch):
     monkeypatch.setattr(config, "_REAL", Path("nowhere"))
     demo = DemoConfig.shipped()
     assert demo.sender == SMALL.sender
     assert "make real" in demo.instead
 
 
-def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) -> None:
+def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path):
     for made in ("base", "data/json/long.jsonl"):
         (tmp_path / made).mkdir(parents=True)
     monkeypatch.setattr(config, "_REAL", tmp_path)

@@ -67,7 +67,7 @@ def team(tmp_path_factory) -> Iterator[Judged]:
         yield Judged(**vars(team), events=events)
 
 
-def test_it_acts_from_its_invocation_on(team: Judged) -> None:
+def test_it_acts_from_its_invocation_on(team):
     tokens = [*plain_prompt(150, 1), *INVOCATION, *plain_prompt(30, 2)]
     reply = team.ask(JUDGE, tokens)
     assert reply.provenance["outcome"] == "no_match"
@@ -76,7 +76,7 @@ def test_it_acts_from_its_invocation_on(team: Judged) -> None:
     assert reply.ids != whole.ids or reply.logprobs != pytest.approx(whole.logprobs, abs=1e-3)
 
 
-def test_what_comes_before_is_read_from_the_base_without_a_profile(team: Judged) -> None:
+def test_what_comes_before_is_read_from_the_base_without_a_profile(team):
     document = plain_prompt(150, 3)
     team.ask(BASE, [*document, 9], max_new_tokens=1)
     tokens = [*document, *INVOCATION, *plain_prompt(30, 4)]
@@ -91,7 +91,7 @@ def test_what_comes_before_is_read_from_the_base_without_a_profile(team: Judged)
     reply.assert_equals(team.expect(tokens, 150))
 
 
-def test_the_base_reads_what_came_before(team: Judged) -> None:
+def test_the_base_reads_what_came_before(team):
     document = plain_prompt(150, 5)
     team.ask(JUDGE, [*document, *INVOCATION, *plain_prompt(30, 6)])
     tokens = [*document, *plain_prompt(20, 7)]
@@ -100,7 +100,7 @@ def test_the_base_reads_what_came_before(team: Judged) -> None:
     reply.assert_equals(team.expect_of_base(tokens))
 
 
-def test_answers_are_the_same_without_reuse(team: Judged) -> None:
+def test_answers_are_the_same_without_reuse(team):
     asked = questions(seed=60)
     answers = assert_same_answers_without_reuse(
         team.servers[BASE],
@@ -115,7 +115,7 @@ def test_answers_are_the_same_without_reuse(team: Judged) -> None:
     assert [case for case, it in answers.items() if it.provenance["not_invoked"]] == ["never"]
 
 
-def test_a_later_invocation_makes_what_was_the_adapters_the_bases(team: Judged) -> None:
+def test_a_later_invocation_makes_what_was_the_adapters_the_bases(team):
     first = [*plain_prompt(100, 8), *INVOCATION, *plain_prompt(40, 9)]
     said = team.ask(JUDGE, first)
     second = [*first, *said.ids, *plain_prompt(40, 10), *INVOCATION, *plain_prompt(10, 11)]
@@ -125,7 +125,7 @@ def test_a_later_invocation_makes_what_was_the_adapters_the_bases(team: Judged) 
     reply.assert_equals(team.expect(second, at))
 
 
-def test_without_an_invocation_it_is_the_base(team: Judged) -> None:
+def test_without_an_invocation_it_is_the_base(team):
     """The server has the base's KV on the device already."""
     tokens = plain_prompt(150, 12)
     team.ask(BASE, tokens, max_new_tokens=1)
@@ -134,7 +134,7 @@ def test_without_an_invocation_it_is_the_base(team: Judged) -> None:
     reply.assert_equals(team.expect_of_base(tokens))
 
 
-def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(team: Judged) -> None:
+def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(team):
     def load(name: str) -> str:
         asked = {"lora_name": name, "lora_path": str(team.models.adapters["other"]), "pinned": True}
         return requests.post(
@@ -146,7 +146,7 @@ def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(team: Judged) -> None:
     team.servers[BASE].post("/unload_lora_adapter", lora_name="one")
 
 
-def test_events_call_it_by_its_name(team: Judged) -> None:
+def test_events_call_it_by_its_name(team):
     """The base model has no such page, not even for a request with the same tokens."""
 
     def names() -> set[str | None]:
@@ -163,7 +163,7 @@ def test_events_call_it_by_its_name(team: Judged) -> None:
     assert eventually(names) == {"judge"}
 
 
-def test_others_in_the_batch_are_not_touched(team: Judged) -> None:
+def test_others_in_the_batch_are_not_touched(team):
     invoked = [[*plain_prompt(90 + i, 20 + i), *INVOCATION, *plain_prompt(20, 30)] for i in (0, 40)]
     plain = plain_prompt(120, 40)
     with ThreadPoolExecutor(4) as pool:

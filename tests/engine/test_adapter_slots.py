@@ -87,7 +87,7 @@ def of_one() -> ActivatedAdapters:
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_the_base_waits_while_other_adapters_have_all_slots(is_overlapped: bool) -> None:
+def test_the_base_waits_while_other_adapters_have_all_slots(is_overlapped):
     """All slots hold adapters that ran before the first activated adapter was loaded."""
     slots, running = Slots(random.Random(0)), set(PLAIN[:MAX_LORAS])
     slots.fetch_new_loras(running)
@@ -178,8 +178,8 @@ class Loads:
     [(1, 0, False, True), (2, 1, False, True), (2, 0, True, False), (3, 1, False, False)],
 )
 def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
-    adapter: Path, num_slots: int, pinned: int, is_pinned: bool, is_refused: bool
-) -> None:
+    adapter, num_slots, pinned, is_pinned, is_refused
+):
     hooks = hooks_of(Ranks(None))
     manager = Loads(hooks, num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(adapter), pinned=is_pinned)
@@ -225,7 +225,7 @@ def test_all_ranks_have_a_new_adapter_or_none_has(adapter, tmp_path, broken, is_
     assert is_loaded or result.error_message
 
 
-def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> None:
+def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter):
     hooks = hooks_of(Ranks(None))
     hooks.models.add("x", adapter)
     manager = Loads(hooks, 3, [ref("x"), ref("p", True)])
@@ -239,7 +239,7 @@ def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> Non
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_one_whose_batches_lm_head_could_not_read_is_refused(is_pinned: bool) -> None:
+def test_one_whose_batches_lm_head_could_not_read_is_refused(is_pinned):
     """On CUDA SGLang chooses the rows of lm_head by the lengths that a batch states."""
     manager, late = Loads(None, 4, [ref("a")]), ref(LATE, is_pinned)
     manager.target_modules |= {"lm_head"}
@@ -259,8 +259,8 @@ def test_one_whose_batches_lm_head_could_not_read_is_refused(is_pinned: bool) ->
     ids=str,
 )
 def test_the_log_says_where_an_adapter_acts_and_what_sglang_ignores(
-    adapter: Path, tmp_path: Path, caplog: Any, stated: dict[str, Any], says: str, warns: str
-) -> None:
+    adapter, tmp_path, caplog, stated, says, warns
+):
     folder = shutil.copytree(adapter, tmp_path / "a")
     config = json.loads((adapter / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | stated))

@@ -292,7 +292,7 @@ class Walk:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_operations", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_no_hit_is_of_the_wrong_adapter(num_operations: int, tmp_path: Path, monkeypatch) -> None:
+def test_no_hit_is_of_the_wrong_adapter(num_operations, tmp_path, monkeypatch):
     config = shape("llama", layers=NUM_LAYERS, hidden=16, heads=2, kv_heads=1)
     (model,) = write_models(tmp_path, config, ["m"])
     walk = Walk(family_of(model), monkeypatch, seed=num_operations)

@@ -58,8 +58,8 @@ def profile(models: Checkpoints) -> str:
 
 
 def test_files_of_a_server_are_read_by_the_next_one_and_by_itself_after_a_restart(
-    models: Checkpoints, profile: str, tmp_path: Path
-) -> None:
+    models, profile, tmp_path
+):
     disk = tmp_path / "disk"
     settings = {"disk_path": str(disk), "disk_gb": 0.1, "profiles": [profile], "host_gb": 0.05}
     kv_heads = 2
@@ -144,14 +144,14 @@ def adapters(models: Checkpoints) -> Iterator[Team]:
         yield team
 
 
-def test_adapter_reads_corrected_e_of_another_in_the_pool(adapters: Team) -> None:
+def test_adapter_reads_corrected_e_of_another_in_the_pool(adapters):
     adapters.ask("first", TOKENS, max_new_tokens=1)
     reply = adapters.ask("second", TOKENS, droidspeak=adapters.models.controls("first", BLOCK))
     assert reply.provenance["location"] == "pool"
     assert_corrected(reply, adapters.models, "first", "second")
 
 
-def test_adapter_that_read_its_base_exactly_hands_it_on(adapters: Team) -> None:
+def test_adapter_that_read_its_base_exactly_hands_it_on(adapters):
     """Below layer 4, `upper` copies the base's KV. From layer 4 on it computes its own."""
     tokens = prompt(200, seed=10)
     adapters.ask(BASE, tokens, max_new_tokens=1)

@@ -34,7 +34,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def test_a_prompt_in_chat_is_what_the_endpoint_makes_of_it() -> None:
+def test_a_prompt_in_chat_is_what_the_endpoint_makes_of_it():
     """The test calls only the function that renders and encodes; it needs no other part of a
     server."""
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat

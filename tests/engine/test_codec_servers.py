@@ -49,7 +49,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
         yield s, r
 
 
-def test_another_models_cache_in_a_third_of_the_bytes(servers: tuple[Server, Server]) -> None:
+def test_another_models_cache_in_a_third_of_the_bytes(servers):
     sender, receiver = servers
     qualities = []
     for context, records in DOCUMENTS:
@@ -82,7 +82,7 @@ def ask(server: Server, prompt: str) -> dict:
     return server.generate(prompt, max_new_tokens=8, droidspeak={"block": "2:5"})
 
 
-def test_its_own_cache_comes_back_approximate_and_says_so(servers: tuple[Server, Server]) -> None:
+def test_its_own_cache_comes_back_approximate_and_says_so(servers):
     sender, _ = servers
     (tokens,) = sender.post("/tokenize", prompt=[context_prompt(DOCUMENTS[0][0])])["tokens"]
     sender.flush()
@@ -96,7 +96,7 @@ def test_its_own_cache_comes_back_approximate_and_says_so(servers: tuple[Server,
     assert again.logprobs[0] == pytest.approx(first.logprobs[0], abs=0.2)
 
 
-def test_a_family_with_another_codec_is_refused_by_name(servers: tuple[Server, Server]) -> None:
+def test_a_family_with_another_codec_is_refused_by_name(servers):
     with Cache(FAMILY, CacheConfig(peers=(LISTEN,), serves=False)) as plain:
         assert not plain.wait_ready(20)
         (peer,) = plain.status().peers

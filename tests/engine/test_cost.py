@@ -42,7 +42,7 @@ def served(device, noise: float = 0.0, lengths=LENGTHS, num: int = 200) -> Fit:
 
 @pytest.mark.parametrize("device", [linear, launch_bound])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_lengths_that_were_served_are_predicted(device, noise: float) -> None:
+def test_lengths_that_were_served_are_predicted(device, noise):
     cost = served(device, noise).cost
     assert cost is not None
     for length in LENGTHS:
@@ -51,7 +51,7 @@ def test_lengths_that_were_served_are_predicted(device, noise: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [Span(0, 5000), Span(0, 16000), Span(8000, 16000)])
-def test_what_launches_take_does_not_distort_what_tokens_take(tokens: Span) -> None:
+def test_what_launches_take_does_not_distort_what_tokens_take(tokens):
     """The earlier passes change nothing either."""
     lengths = (16, 32, 64, 128, 256, 800, 3000, 8000)
     cost = served(launch_bound, 0.03, lengths).cost
@@ -62,7 +62,7 @@ def test_what_launches_take_does_not_distort_what_tokens_take(tokens: Span) -> N
         assert cost.seconds(0, shorter) == pytest.approx(0.010, rel=0.04)
 
 
-def test_short_prompts_do_not_make_long_ones_dear() -> None:
+def test_short_prompts_do_not_make_long_ones_dear():
     """An average over tokens and layers was 25 times too long for 8,000 tokens."""
     fit = served(launch_bound)
     for _ in range(1000):
@@ -73,7 +73,7 @@ def test_short_prompts_do_not_make_long_ones_dear() -> None:
     assert cost.seconds(0, 16) == pytest.approx(0.010, rel=0.05)
 
 
-def test_how_wrong_predictions_were_is_told_with_the_next() -> None:
+def test_how_wrong_predictions_were_is_told_with_the_next():
     fit, margins = served(linear), []
     for turn in range(60):
         assert fit.cost is not None
@@ -84,7 +84,7 @@ def test_how_wrong_predictions_were_is_told_with_the_next() -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_one_pass_that_was_held_up_moves_nothing(length: int) -> None:
+def test_one_pass_that_was_held_up_moves_nothing(length):
     fit = served(linear, num=60)
     fit.add([Span(0, length)], 100 * linear(Span(0, length)))
     cost = fit._fit()
@@ -92,7 +92,7 @@ def test_one_pass_that_was_held_up_moves_nothing(length: int) -> None:
         assert cost.seconds(0, other) == pytest.approx(linear(Span(0, other)), rel=0.03)
 
 
-def test_a_device_that_has_become_slower_is_noticed() -> None:
+def test_a_device_that_has_become_slower_is_noticed():
     fit = served(linear)
     for turn in range(12 * len(LENGTHS)):
         length = LENGTHS[turn % len(LENGTHS)]
@@ -102,7 +102,7 @@ def test_a_device_that_has_become_slower_is_noticed() -> None:
     assert cost.seconds(0, 3000) == pytest.approx(3 * linear(Span(0, 3000)), rel=0.1)
 
 
-def test_passes_of_many_prompts_count_each_with_its_own_context() -> None:
+def test_passes_of_many_prompts_count_each_with_its_own_context():
     fit = Fit(lambda: None)
     for one in (100, 700, 3000):
         for many in (1, 4):
@@ -115,7 +115,7 @@ def test_passes_of_many_prompts_count_each_with_its_own_context() -> None:
     assert cost.seconds(2000, 2700) == pytest.approx(linear(Span(2000, 2700)), rel=0.02)
 
 
-def test_until_enough_was_seen_the_prior_gives_the_shape() -> None:
+def test_until_enough_was_seen_the_prior_gives_the_shape():
     prior = PrefillCost(fixed_s=20.0, token_s=0.4, context_s=2e-5)
     fit = Fit(lambda: prior)
     assert fit.cost is None
@@ -128,7 +128,7 @@ def test_until_enough_was_seen_the_prior_gives_the_shape() -> None:
     assert not cost.knows(4001)
 
 
-def test_a_margin_is_what_one_in_ten_exceeded_within_bounds() -> None:
+def test_a_margin_is_what_one_in_ten_exceeded_within_bounds():
     margin = Margin()
     assert margin.factor == 1.0
     for number in range(100):
@@ -142,13 +142,13 @@ def test_a_margin_is_what_one_in_ten_exceeded_within_bounds() -> None:
     assert margin.factor == 1.0
 
 
-def test_a_longer_prefill_takes_as_many_passes_as_it_is_cut_into() -> None:
+def test_a_longer_prefill_takes_as_many_passes_as_it_is_cut_into():
     cost = PrefillCost(fixed_s=1.0, token_s=0.1, context_s=0.0, most_tokens=100, known_tokens=400)
     assert cost.seconds(0, 250) == pytest.approx(3 + 25)
     assert cost.knows(10_000)
 
 
-def test_a_meter_knows_what_it_has_seen() -> None:
+def test_a_meter_knows_what_it_has_seen():
     now_s = [7.0]
     meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
     with meter.forward([]):
@@ -195,7 +195,7 @@ def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(blocks, is_meas
 
 
 @pytest.mark.parametrize(("device", "prior"), [("cpu", 0.0), ("cuda", 1 / 12e9)])
-def test_copies_into_slots_take_what_most_bytes_took(device: str, prior: float) -> None:
+def test_copies_into_slots_take_what_most_bytes_took(device, prior):
     meter = Meter(device, 4, 96, SHAPE)
     assert meter.copy_byte_s == prior
     for seconds in (1.0, 1.0, 50.0):
@@ -210,7 +210,7 @@ def test_copies_into_slots_take_what_most_bytes_took(device: str, prior: float) 
     assert meter.copy_byte_s == pytest.approx(2e-6)
 
 
-def test_a_fetch_costs_until_its_end_is_seen() -> None:
+def test_a_fetch_costs_until_its_end_is_seen():
     now_s = [7.0]
     meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
     prior_s = meter.notice_s
@@ -241,7 +241,7 @@ def test_a_mean_prefill_is_what_the_models_passes_took_together(model, full_s):
     assert meter.mean_prefill_s(Span(0, 96), model) == pytest.approx(full_s)
 
 
-def test_passes_of_adapters_that_came_and_went_are_forgotten() -> None:
+def test_passes_of_adapters_that_came_and_went_are_forgotten():
     now_s = [0.0]
     meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
     for number in range(300):
@@ -251,7 +251,7 @@ def test_passes_of_adapters_that_came_and_went_are_forgotten() -> None:
     assert meter.mean_prefill_s(Span(0, 96), 0) == of_all == pytest.approx(1.0)
 
 
-def test_a_pass_of_several_models_says_nothing_about_one_of_them() -> None:
+def test_a_pass_of_several_models_says_nothing_about_one_of_them():
     now_s = [0.0]
     meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
     for models, seconds in ((["base"], 1.0), (["base", "adapter"], 3.0)):

@@ -63,7 +63,7 @@ def doctor(capsys: Any, *argv: str) -> tuple[int, str]:
     return main(["doctor", *argv]), capsys.readouterr().out
 
 
-def test_this_installation_is_well(capsys: Any) -> None:
+def test_this_installation_is_well(capsys):
     code, out = doctor(capsys)
     assert code == 0
     assert [line.split(":")[0] for line in out.splitlines()] == [
@@ -106,7 +106,7 @@ def checked(*args: Any, **settings: Any) -> dict[str, Check]:
     return by_name(checks.configuration(configured(*args, **settings)))
 
 
-def test_a_configuration_that_would_work(tmp_path: Path, capsys: Any) -> None:
+def test_a_configuration_that_would_work(tmp_path, capsys):
     address = f"tcp://127.0.0.1:{free_port()}"
     disk = {"disk_path": str(tmp_path / "a/b"), "disk_gb": 0.02}
     with serving(address):
@@ -185,14 +185,14 @@ def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(tmp_path
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_adapters_are_enabled_in_the_file(tmp_path: Path, is_enabled: bool) -> None:
+def test_adapters_are_enabled_in_the_file(tmp_path, is_enabled):
     """If they are, profiles of adapters count as this server's, as they do at its start."""
     change = {"model-path": "examples/pairs/weights/foundation", "enable-lora": is_enabled}
     profiles = ["examples/pairs/sender_lora_to_receiver_lora.json"]
     assert checked(tmp_path, change, profiles=profiles)["settings"].ok == is_enabled
 
 
-def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "PATIENCE_S", 0.1)
     address = f"tcp://127.0.0.1:{free_port()}"
     peers = [address, "dns://:secret@127.0.0.1:1"]
@@ -202,7 +202,7 @@ def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "no worker answered" in results[f"peer {address}"].found
 
 
-def test_what_sglang_takes_in_another_form(tmp_path: Path) -> None:
+def test_what_sglang_takes_in_another_form(tmp_path):
     options = yaml.safe_load(configured(tmp_path).read_text())
     change = {
         "model": options["model-path"],
@@ -214,7 +214,7 @@ def test_what_sglang_takes_in_another_form(tmp_path: Path) -> None:
     assert result.found == "there is no model-path; add it"
 
 
-def test_a_file_of_another_server(tmp_path: Path) -> None:
+def test_a_file_of_another_server(tmp_path):
     (tmp_path / "server.yaml").write_text("model-path: m\n")
     (results,) = checks.configuration(tmp_path / "server.yaml")
     assert "does not configure droidspeak" in results.found
@@ -233,7 +233,7 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
         ("16", ""),
     ],
 )
-def test_pages_of_a_file(tmp_path: Path, page_size: Any, words: str) -> None:
+def test_pages_of_a_file(tmp_path, page_size, words):
     results = checked(tmp_path, {"page-size": page_size})["settings"]
     assert results.ok != bool(words) and re.search(words, results.found)
 
@@ -288,7 +288,7 @@ def say(info: SimpleNamespace, *args: Any, **response: Any) -> None:  # noqa: F8
         info.internal_state = state(cache, *args, **response)
 
 
-def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: F811
+def test_a_running_server(info, capsys):  # noqa: F811
     address = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state = state(cache)
@@ -306,7 +306,7 @@ def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: 
     assert code == 0, out
 
 
-def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> None:  # noqa: F811
+def test_firewall_before_the_data_port_is_one_line(info):  # noqa: F811
     """The handshake passes, but everything that is sent to the data port is lost."""
     address, over = Location(f"tcp://127.0.0.1:{free_port()}"), threading.Event()
     with ExitStack() as stack:
@@ -333,7 +333,7 @@ def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> Non
     assert re.search(r"was silent for .* at bulk_port \d+ of 127", wrong.found), wrong.found
 
 
-def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch):
     """A plan already expects an unused link to be faster. A person sees the measured speed."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
@@ -355,11 +355,11 @@ def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.Mo
     ],
 )
 def test_a_running_server_that_is_not_well(
-    info: SimpleNamespace,  # noqa: F811
-    change: dict[str, Any],
-    name: str,
-    words: str,
-) -> None:
+    info,  # noqa: F811
+    change,
+    name,
+    words,
+):
     say(info)
     info.internal_state[KEY] |= change
     results = by_name(checks.running(info.url, None))
@@ -369,11 +369,11 @@ def test_a_running_server_that_is_not_well(
 
 @pytest.mark.parametrize(("ahead_s", "is_well"), [(-60, False), (0, True), (60, False)])
 def test_a_clock_that_is_wrong(
-    info: SimpleNamespace,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    ahead_s: int,
-    is_well: bool,
-) -> None:
+    info,  # noqa: F811
+    monkeypatch,
+    ahead_s,
+    is_well,
+):
     say(info)
     real_s = asking.time.time
     monkeypatch.setattr(asking, "time", SimpleNamespace(time=lambda: real_s() - ahead_s))
@@ -383,21 +383,21 @@ def test_a_clock_that_is_wrong(
 
 
 def test_clock_that_is_off_by_less_than_a_second_is_well(
-    info: SimpleNamespace,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    info,  # noqa: F811
+    monkeypatch,
+):
     say(info)
     monkeypatch.setattr(checks, "state_of", lambda *_: (info.internal_state, -0.4))
     assert by_name(checks.running(info.url, None))["clock"].found == "well"
 
 
-def test_break_even_of_a_slow_link_is_not_zero() -> None:
+def test_break_even_of_a_slow_link_is_not_zero():
     slow = {"num_tokens": 16, "full_prefill_s": 1.0, "recompute_s": 0.0}
     (link,) = checks._links({}, [slow | {"e_bytes": 0, "kv_bytes": 2000}])
     assert link.found.startswith("break-even 2e-06 GB/s for 16 tokens")
 
 
-def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) -> None:  # noqa: F811
+def test_a_profile_that_failed_and_keys_that_are_missing(info):  # noqa: F811
     say(info, index_profiles([FAILED]))
     extra = {"listen": "tcp://0.0.0.0:1", "insecure": True}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
@@ -417,7 +417,7 @@ def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) 
     assert not nobody.ok
 
 
-def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNamespace) -> None:  # noqa: F811
+def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info):  # noqa: F811
     say(info)
     extra = {"config": "/there/droidspeak.yaml"}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
@@ -427,14 +427,14 @@ def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNa
     assert wrong.remedy and {"clock", "memory, disk"} <= results.keys()
 
 
-def test_no_pair_is_usable_while_the_weights_are_unknown(info: SimpleNamespace) -> None:  # noqa: F811
+def test_no_pair_is_usable_while_the_weights_are_unknown(info):  # noqa: F811
     say(info, off="weights_updated")
     wrong = {name: it for name, it in by_name(checks.running(info.url, None)).items() if not it.ok}
     assert [*wrong] == ["server"], "once, however many profiles there are"
     assert "not known what an update has written" in wrong["server"].found
 
 
-def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
+def test_at_break_even_reuse_takes_as_long_as_a_full_prefill():
     planner, decision = planned(num_pages=128, staging_gb=2.0)
     price = msgspec.to_builtins(planner.price(decision.plan))
     least = break_even_byte_s(price)
@@ -462,7 +462,7 @@ def changed_adapter(tmp_path: Path, layers: range = range(12), **settings: Any) 
     return folder
 
 
-def test_an_adapter_on_all_layers_shares_nothing_exactly(capsys: Any) -> None:
+def test_an_adapter_on_all_layers_shares_nothing_exactly(capsys):
     code, out = doctor(capsys, "--adapter", str(WEIGHTS / "slim_lora"))
     assert code == 1
     assert "acts on whole prompts" in out and "changes q_proj, v_proj from layer 0 on" in out
@@ -471,14 +471,14 @@ def test_an_adapter_on_all_layers_shares_nothing_exactly(capsys: Any) -> None:
     assert all(it in wrong for it in ("droidspeak distill", "upper layers", "droidspeak profile"))
 
 
-def test_an_adapter_on_upper_layers_shares_those_below(tmp_path: Path, capsys: Any) -> None:
+def test_an_adapter_on_upper_layers_shares_those_below(tmp_path, capsys):
     folder = str(changed_adapter(tmp_path, range(9, 12)))
     code, out = doctor(capsys, "--adapter", folder)
     assert code == 0
     assert "shares exactly: yes: layers below 9 of 12; from layer 9 on all are recomputed" in out
 
 
-def test_an_activated_adapter_shares_all_before_its_invocation(tmp_path: Path, capsys: Any) -> None:
+def test_an_activated_adapter_shares_all_before_its_invocation(tmp_path, capsys):
     folder = changed_adapter(tmp_path, alora_invocation_tokens=[4, 6])
     code, out = doctor(capsys, "--adapter", str(folder))
     assert code == 0
@@ -487,13 +487,13 @@ def test_an_activated_adapter_shares_all_before_its_invocation(tmp_path: Path, c
     assert "--lora-target-modules q_proj v_proj" in out
 
 
-def test_keys_that_sglang_ignores_are_wrong(tmp_path: Path, capsys: Any) -> None:
+def test_keys_that_sglang_ignores_are_wrong(tmp_path, capsys):
     folder = changed_adapter(tmp_path, alora_invocation_tokens=[4], use_rslora=True)
     code, out = doctor(capsys, "--adapter", str(folder))
     assert code == 1 and "WRONG config: SGLang ignores use_rslora; merge" in out
 
 
-def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path, capsys: Any) -> None:
+def test_a_base_that_is_not_here_is_asked_for(tmp_path, capsys):
     named = {"base_model_name_or_path": "somebody/model"}
     folder = str(changed_adapter(tmp_path, range(9, 12), **named))
     assert "base: is not here; give --model" in doctor(capsys, "--adapter", folder)[1]
@@ -517,7 +517,7 @@ def test_a_folder_that_is_no_adapter_of_a_base_is_one_line(tmp_path, capsys, set
     assert output.out == "" and output.err.count("\n") == 1 and re.search(words, output.err)
 
 
-def test_an_adapter_of_another_base_is_one_line(tmp_path: Path, capsys: Any) -> None:
+def test_an_adapter_of_another_base_is_one_line(tmp_path, capsys):
     write(tmp_path / "another")
     folder = str(changed_adapter(tmp_path))
     assert main(["doctor", "--adapter", folder, "--model", str(tmp_path / "another")]) != 0

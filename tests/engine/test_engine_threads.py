@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import pytest
 import torch
 from hicache_parts import Shelf, cache_over, tier_of
 from tier_parts import prompt
@@ -18,7 +17,7 @@ from sglang_droidspeak.store import insertions
 from sglang_droidspeak.store.insertions import Offloader
 
 
-def test_a_flush_does_not_wait_for_an_offloader_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_does_not_wait_for_an_offloader_that_died(monkeypatch):
     monkeypatch.setattr(insertions, "lower_priority", lambda: 1 / 0)
     pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
     offloader = Offloader(MagicMock(), pool, None)
@@ -31,7 +30,7 @@ def test_a_flush_does_not_wait_for_an_offloader_that_died(monkeypatch: pytest.Mo
     offloader.close()
 
 
-def test_hicache_threads_that_died_answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hicache_threads_that_died_answer_at_once(monkeypatch):
     """No deadline passes in this test."""
     with cache_over(Shelf(), clock=lambda: 0.0) as cache:
         tier, pages = tier_of(cache), prompt(1)

@@ -131,7 +131,7 @@ def num_retries(rig: Rig) -> float:
 
 
 @pytest.mark.parametrize("fault", Fault)
-def test_every_fault_at_every_frame(rig: Rig, frames: Frames, fault: Fault) -> None:
+def test_every_fault_at_every_frame(rig, frames, fault):
     before = num_retries(rig)
     mend = rig.proxy.cut if fault in FOR_GOOD else lambda: None
     blows = strike_all(rig, [Strike(fault, *frame) for frame in frames], rig.proxy, mend)
@@ -144,7 +144,7 @@ def test_every_fault_at_every_frame(rig: Rig, frames: Frames, fault: Fault) -> N
         eventually(lambda: num_retries(rig) - before >= num_resumed - 2)
 
 
-def test_the_worker_is_killed_between_any_two_frames(rig: Rig, frames: Frames) -> None:
+def test_the_worker_is_killed_between_any_two_frames(rig, frames):
     def kill() -> None:
         rig.shelf.kill()
         rig.proxy.cut()
@@ -154,7 +154,7 @@ def test_the_worker_is_killed_between_any_two_frames(rig: Rig, frames: Frames) -
     assert all(blow.outcome.startswith("fallback") for blow in blows), "nobody could go on"
 
 
-def test_the_worker_is_restarted_between_any_two_frames(rig: Rig, frames: Frames) -> None:
+def test_the_worker_is_restarted_between_any_two_frames(rig, frames):
     """A worker that is back in time sends the rest from its disk."""
 
     def kill_and_restart() -> None:
@@ -173,7 +173,7 @@ def stops(pid: Callable[[], int], frames: Frames) -> list[Deed]:
     return [Deed(stop, Towards.PEER, index, Via.DATA) for index in between(frames)]
 
 
-def test_the_worker_is_stopped_between_any_two_frames(rig: Rig, frames: Frames) -> None:
+def test_the_worker_is_stopped_between_any_two_frames(rig, frames):
     def go_on() -> None:
         os.killpg(rig.shelf.process.pid, signal.SIGCONT)
 
@@ -181,12 +181,12 @@ def test_the_worker_is_stopped_between_any_two_frames(rig: Rig, frames: Frames) 
 
 
 @pytest.mark.parametrize("fault", [Fault.DROP_MESSAGE, Fault.FLIP_BODY, Fault.RESET])
-def test_an_engine_that_sends(rig: Rig, authors_proxy: FaultProxy, fault: Fault) -> None:
+def test_an_engine_that_sends(rig, authors_proxy, fault):
     harms = [Strike(fault, *frame) for frame in rig.frames(authors_proxy)]
     strike_all(rig, harms, authors_proxy)
 
 
-def test_an_engine_that_sends_is_stopped(rig: Rig, authors_proxy: FaultProxy) -> None:
+def test_an_engine_that_sends_is_stopped(rig, authors_proxy):
     def go_on() -> None:
         os.killpg(rig.author.pid, signal.SIGCONT)
 
@@ -194,7 +194,7 @@ def test_an_engine_that_sends_is_stopped(rig: Rig, authors_proxy: FaultProxy) ->
     strike_all(rig, harms, authors_proxy, go_on)
 
 
-def test_an_engine_that_sends_is_killed(rig: Rig, authors_proxy: FaultProxy) -> None:
+def test_an_engine_that_sends_is_killed(rig, authors_proxy):
     """This test is the last, because the engine does not come back."""
 
     def kill() -> None:

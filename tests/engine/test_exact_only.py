@@ -31,12 +31,12 @@ NUM_TOKENS = 200
 INVOCATION = [77, 78]
 
 
-def test_every_class_is_tested() -> None:
+def test_every_class_is_tested():
     assert FAMILIES.keys() == refuse.EXACT_ONLY
 
 
 @pytest.mark.parametrize("setting", [{"gate": "none"}, {"capture_layers": [1]}], ids=str)
-def test_settings_of_blocks_are_refused(setting: dict[str, object]) -> None:
+def test_settings_of_blocks_are_refused(setting):
     granite = ModelIdentity(
         architecture="GraniteForCausalLM",
         num_layers=4,

@@ -72,7 +72,7 @@ def trio(request, tmp_path_factory) -> Iterator[Team]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=literal)
-def test_block_equals_the_oracle(trio: Team, block: Span) -> None:
+def test_block_equals_the_oracle(trio, block):
     tokens = prompt(200, seed=100 + BLOCKS.index(block))
     trio.send(BASE, tokens)
     reply = trio.receive(RECEIVER, BASE, tokens, block)
@@ -82,7 +82,7 @@ def test_block_equals_the_oracle(trio: Team, block: Span) -> None:
     assert reply.provenance["exact"] == (block == Span(0, NUM_LAYERS))
 
 
-def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Team) -> None:
+def test_blocks_differ_from_each_other_and_from_own_prefill(trio):
     """Without this the equality above could hold for a server that ignores the block."""
     tokens = prompt(200, seed=103)
     answers = [trio.models.expected(RECEIVER, BASE, tokens, block) for block in BLOCKS]
@@ -90,7 +90,7 @@ def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Team) -> None:
 
 
 @pytest.mark.parametrize("block", CORRECTED, ids=literal)
-def test_a_block_from_corrected_e_equals_the_oracle(trio: Team, block: Span) -> None:
+def test_a_block_from_corrected_e_equals_the_oracle(trio, block):
     """The prompt is recomputed chunk by chunk. A map that changes nothing gives the same result as
     no map."""
     tokens = prompt(200, seed=150 + list(CORRECTED).index(block))
@@ -112,7 +112,7 @@ def test_a_block_from_corrected_e_equals_the_oracle(trio: Team, block: Span) -> 
 
 
 @ONE_FAMILY
-def test_one_batch_corrects_e_of_some(trio: Team) -> None:
+def test_one_batch_corrects_e_of_some(trio):
     """Each request uses the map of its own plan. A request with another sender and the same block
     uses none."""
     cases = [(BASE, it) for it in CORRECTED] + [(BASE, Span(2, 5)), (SECOND, Span(3, 5))]
@@ -133,7 +133,7 @@ def test_one_batch_corrects_e_of_some(trio: Team) -> None:
             reply.result().assert_equals(expected)
 
 
-def test_every_layer_anew_equals_the_receiver_alone(trio: Team) -> None:
+def test_every_layer_anew_equals_the_receiver_alone(trio):
     tokens = prompt(180, seed=7)
     trio.send(BASE, tokens)
     reused = trio.receive(RECEIVER, BASE, tokens, Span(0, NUM_LAYERS))
@@ -145,7 +145,7 @@ def test_every_layer_anew_equals_the_receiver_alone(trio: Team) -> None:
     assert reused.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
 
 
-def test_own_cache_comes_back_after_a_flush(trio: Team) -> None:
+def test_own_cache_comes_back_after_a_flush(trio):
     """Sender and receiver are the same model. Its stored KV is exact and needs no profile."""
     tokens = prompt(170, seed=8)
     first = trio.ask(RECEIVER, tokens, droidspeak=OFF)
@@ -159,7 +159,7 @@ def test_own_cache_comes_back_after_a_flush(trio: Team) -> None:
     assert again.logprobs == pytest.approx(first.logprobs, abs=2e-4)
 
 
-def test_decoded_tokens_are_part_of_the_shared_context(trio: Team) -> None:
+def test_decoded_tokens_are_part_of_the_shared_context(trio):
     tokens = prompt(150, seed=9)
     spoken = trio.send(BASE, tokens, max_new_tokens=60)
     longer = [*tokens, *spoken.ids, *prompt(20, seed=10)]
@@ -171,7 +171,7 @@ def test_decoded_tokens_are_part_of_the_shared_context(trio: Team) -> None:
     reply.assert_equals(trio.models.expected(RECEIVER, BASE, longer, block, num_reused=num_reused))
 
 
-def test_own_exact_prefix_comes_before_the_senders_pages(trio: Team) -> None:
+def test_own_exact_prefix_comes_before_the_senders_pages(trio):
     tokens = prompt(240, seed=11)
     trio.send(BASE, tokens)
     trio.ask(RECEIVER, tokens[:101], max_new_tokens=1, droidspeak=OFF)
@@ -181,7 +181,7 @@ def test_own_exact_prefix_comes_before_the_senders_pages(trio: Team) -> None:
 
 
 @ONE_FAMILY
-def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: Team) -> None:
+def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio):
     """This holds each time, while both servers have other work."""
     is_over = threading.Event()
 
@@ -204,7 +204,7 @@ def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: T
             is_over.set()
 
 
-def test_requests_of_one_batch_do_not_touch_each_other(trio: Team) -> None:
+def test_requests_of_one_batch_do_not_touch_each_other(trio):
     """The batch has different blocks and senders, and requests without reuse. Each request is
     answered as if it were alone."""
     senders = [it for it in trio.servers if it != RECEIVER]
@@ -231,7 +231,7 @@ def test_requests_of_one_batch_do_not_touch_each_other(trio: Team) -> None:
             other.result().assert_equals(own)
 
 
-def test_approximate_kv_is_never_on_offer(trio: Team) -> None:
+def test_approximate_kv_is_never_on_offer(trio):
     """Peers see neither the reused pages, nor new tokens after them, nor a continuation of both."""
     tokens = prompt(160, seed=12)
     trio.send(BASE, tokens)
@@ -271,7 +271,7 @@ def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(t
     assert (repeated["outcome"], repeated["approximate_tokens"]) == ("on_device", 112)
 
 
-def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Team) -> None:
+def test_an_experiment_stays_out_of_the_receivers_own_cache(trio):
     """An experiment is a block that a request names while the gate is off. Its KV serves this
     request only."""
     tokens = prompt(160, seed=15)
@@ -282,7 +282,7 @@ def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Team) -> None:
     assert own.provenance["exact"]
 
 
-def test_mode_off_reads_exact_kv_only(trio: Team) -> None:
+def test_mode_off_reads_exact_kv_only(trio):
     """This holds whatever earlier reuse has left on the device, also between the chunks of a
     prefill."""
     tokens = prompt(300, seed=19)
@@ -300,7 +300,7 @@ def test_mode_off_reads_exact_kv_only(trio: Team) -> None:
     both.assert_equals(own)
 
 
-def test_what_is_longer_on_the_device_is_read(trio: Team) -> None:
+def test_what_is_longer_on_the_device_is_read(trio):
     """The longer prefix may be approximate or exact. Requests without a reason to prefer one read
     it."""
     tokens, longer = prompt(160, seed=20), [*prompt(160, seed=20), *prompt(100, seed=21)]
@@ -317,7 +317,7 @@ def test_what_is_longer_on_the_device_is_read(trio: Team) -> None:
     second.assert_equals(trio.models.expected(RECEIVER, RECEIVER, longest, Span(0, 0)))
 
 
-def test_twins_say_what_they_read(trio: Team) -> None:
+def test_twins_say_what_they_read(trio):
     """Several requests for a document that only the sender has are sent at once. One loads it, and
     the others find it on the device."""
     tokens = prompt(160, seed=23)
@@ -336,7 +336,7 @@ def told_of(reply: Answer) -> tuple[str, int, bool]:
     return provenance["outcome"], provenance["reused_tokens"], provenance["exact"]
 
 
-def test_a_new_grammar_costs_no_reuse(trio: Team) -> None:
+def test_a_new_grammar_costs_no_reuse(trio):
     """SGLang compiles the grammar while the request waits in another queue."""
     tokens = prompt(160, seed=16)
     trio.send(BASE, tokens)
@@ -350,7 +350,7 @@ def test_a_new_grammar_costs_no_reuse(trio: Team) -> None:
         assert reply.meta["cached_tokens"] == whole_pages(160)
 
 
-def test_samples_of_one_prompt_say_what_was_reused(trio: Team) -> None:
+def test_samples_of_one_prompt_say_what_was_reused(trio):
     tokens = prompt(160, seed=17)
     trio.send(BASE, tokens)
     before = num_counted(trio.servers[RECEIVER])
@@ -360,7 +360,7 @@ def test_samples_of_one_prompt_say_what_was_reused(trio: Team) -> None:
     assert num_counted(trio.servers[RECEIVER]) - before == 3
 
 
-def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(trio: Team) -> None:
+def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(trio):
     """No label can tell such samples from SGLang's own prefill, which no request asked for. So they
     have no label."""
     before = num_counted(trio.servers[RECEIVER])
@@ -372,7 +372,7 @@ def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(tr
     assert num_counted(trio.servers[RECEIVER]) == before
 
 
-def test_log_probabilities_of_a_prompt_are_the_reason(trio: Team) -> None:
+def test_log_probabilities_of_a_prompt_are_the_reason(trio):
     tokens = prompt(160, seed=18)
     trio.send(BASE, tokens)
     reply = trio.ask(RECEIVER, tokens, logprob_start_len=0)
@@ -381,7 +381,7 @@ def test_log_probabilities_of_a_prompt_are_the_reason(trio: Team) -> None:
 
 
 @ONE_FAMILY
-def test_health_probes_are_not_counted(trio: Team) -> None:
+def test_health_probes_are_not_counted(trio):
     before = num_counted(trio.servers[RECEIVER])
     for _ in range(2):
         requests.get(f"{trio.servers[RECEIVER].url}/health_generate", timeout=20).raise_for_status()
@@ -469,7 +469,7 @@ SEED = int(os.environ.get("DROIDSPEAK_TEST_SEED", "0")) or Random().randrange(1,
 
 
 @ONE_FAMILY
-def test_every_request_is_counted_once_and_says_what_it_read(trio: Team) -> None:
+def test_every_request_is_counted_once_and_says_what_it_read(trio):
     print(f"DROIDSPEAK_TEST_SEED={SEED}")
     random = Random(SEED)
     documents = [prompt(random.randrange(70, 220), SEED + number) for number in range(6)]

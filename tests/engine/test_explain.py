@@ -60,7 +60,7 @@ def ask(source: Labels | Answers, page: str = asking.EXPLAIN, **question: Any) -
     return json.loads(json.dumps(output.internal_state[KEY]))
 
 
-def test_guard_of_a_server_that_reuses_nothing_says_why(labels: Labels) -> None:
+def test_guard_of_a_server_that_reuses_nothing_says_why(labels):
     guard = {"shadow_rate": 0.0, "pairs": [], "suspects": []}
     asked = answers(labels)
     asked._guard = lambda _question: guard
@@ -82,13 +82,13 @@ def answered(labels: Labels, rid: str, provenance: RequestProvenance) -> Any:
     return req
 
 
-def test_after_an_update_of_the_weights_no_prompt_is_planned(labels: Labels) -> None:
+def test_after_an_update_of_the_weights_no_prompt_is_planned(labels):
     asked = answers(labels, "weights_updated")
     assert ask(asked, input_ids=[1])["outcome"] == "weights_updated"
 
 
 @pytest.mark.parametrize("outcome", sorted(documented_outcomes.outcomes() - {"aborted"}))
-def test_every_outcome_has_its_cause_and_remedy(labels: Labels, outcome: str) -> None:
+def test_every_outcome_has_its_cause_and_remedy(labels, outcome):
     answered(labels, "r1", RequestProvenance(outcome=outcome, detail="so"))
     reply = ask(labels, request_id="r1")
     page = re.sub(r"\[([^]]+)\]\(([^)]+)\)", r"\1 (docs/\2)", documented_outcomes.PAGE.read_text())
@@ -100,7 +100,7 @@ def test_every_outcome_has_its_cause_and_remedy(labels: Labels, outcome: str) ->
     assert f"outcome  {outcome}: so" in shown and reply["remedy"] in shown
 
 
-def test_an_aborted_request_is_explained(labels: Labels) -> None:
+def test_an_aborted_request_is_explained(labels):
     labels.aborted(None, None, request("r1"))
     assert ask(labels, request_id="r1")["outcome"] == "aborted"
 
@@ -156,7 +156,7 @@ def with_an_adapter(labels: Labels) -> Answers:
     return asked
 
 
-def test_a_pair_on_probation_is_named(labels: Labels) -> None:
+def test_a_pair_on_probation_is_named(labels):
     asked = with_an_adapter(labels)
     asked._planner.heirs = {(S, R): "probation", (S, "another"): "too_far"}  # type: ignore[assignment,dict-item]
     considered = Considered(DEMAND, [match(S)], MEASURED)
@@ -184,7 +184,7 @@ def test_a_missing_profile_comes_with_the_command_that_makes_it(labels, sender, 
     assert f"missing  {command} --out PROFILE.json" in shown
 
 
-def test_a_model_that_has_a_prompt_only_approximately_is_told(labels: Labels) -> None:
+def test_a_model_that_has_a_prompt_only_approximately_is_told(labels):
     reply = ask(with_an_adapter(labels), input_ids=[1, 2, 3])
     assert reply["approximate"] == {"a" * 32: 7}
     assert f"has it   {'a' * 32} only approximately: 7 pages" in "\n".join(explanation_lines(reply))
@@ -193,11 +193,11 @@ def test_a_model_that_has_a_prompt_only_approximately_is_told(labels: Labels) ->
 
 
 @pytest.mark.parametrize("page", [asking.EXPLAIN, asking.GUARD])
-def test_what_goes_wrong_with_a_question_is_its_answer(labels: Labels, page: str) -> None:
+def test_what_goes_wrong_with_a_question_is_its_answer(labels, page):
     assert "the server's log has more" in ask(labels, page, input_ids=[1])["error"]
 
 
-def test_what_goes_wrong_with_a_state_is_told_beside_sglangs_own(labels: Labels) -> None:
+def test_what_goes_wrong_with_a_state_is_told_beside_sglangs_own(labels):
     output = SimpleNamespace(internal_state={"sglang": "its own"})
     asked = answers(labels)
     del asked._cache.sources
@@ -206,7 +206,7 @@ def test_what_goes_wrong_with_a_state_is_told_beside_sglangs_own(labels: Labels)
     assert "the server's log has more" in output.internal_state[KEY]["error"]
 
 
-def test_the_last_thousand_are_known(labels: Labels) -> None:
+def test_the_last_thousand_are_known(labels):
     for number in range(MAX_ANSWERED + 1):
         answered(labels, f"r{number}", RequestProvenance(outcome="no_match"))
     assert ask(labels, request_id="r1")["outcome"] == "no_match"
@@ -217,7 +217,7 @@ def test_the_last_thousand_are_known(labels: Labels) -> None:
     assert "the server's log has more" in ask(labels, input_ids=[-1])["error"]
 
 
-def test_who_has_many_to_choose_from_takes_the_room_of_others(labels: Labels) -> None:
+def test_who_has_many_to_choose_from_takes_the_room_of_others(labels):
     many = Considered(DEMAND, [match(S)] * (MAX_MATCHES // 2), MEASURED)
     for rid in ("a", "b", "b", "c"):
         req = request(rid)
@@ -227,14 +227,14 @@ def test_who_has_many_to_choose_from_takes_the_room_of_others(labels: Labels) ->
     assert list(labels.answered) == ["b", "c"]
 
 
-def test_what_a_retracted_request_is_planned_from_anew_changes_nothing(labels: Labels) -> None:
+def test_what_a_retracted_request_is_planned_from_anew_changes_nothing(labels):
     """The request has been answered. It is explained by the KV that its answer was made of."""
     req = answered(labels, "r1", RequestProvenance(outcome="no_match"))
     consider(req, Considered(DEMAND, [match(S)], MEASURED))
     assert ask(labels, request_id="r1")["ways"] == []
 
 
-def test_nothing_of_a_prompt_is_kept_or_told(labels: Labels) -> None:
+def test_nothing_of_a_prompt_is_kept_or_told(labels):
     req = request("r1", origin_input_ids=array("q", [77_777] * 3))
     consider(req, Considered(DEMAND, [match(S)], MEASURED))
     labels.note(req, RequestProvenance(outcome="no_match"))
@@ -243,7 +243,7 @@ def test_nothing_of_a_prompt_is_kept_or_told(labels: Labels) -> None:
     assert "77777" not in repr(label) + repr(ask(labels, request_id="r1"))
 
 
-def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
+def test_where_there_is_an_admin_key_the_page_asks_for_it():
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils import auth
 
@@ -309,7 +309,7 @@ def test_the_command_asks_and_prints(server, labels, tmp_path, capsys):
     assert server.asked[asking.EXPLAIN] == {"input_ids": [5, 6], "cache_salt": "bob"}
 
 
-def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) -> None:
+def test_the_command_says_what_is_wrong(server, capsys):
     server.says[asking.EXPLAIN], server.status = {"error": "no request 'r1' here"}, 404
     for argv, words in (
         (["explain", "r1"], "no request 'r1' here"),
@@ -328,7 +328,7 @@ def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) ->
         assert "give --api-key" in capsys.readouterr().err
 
 
-def test_a_way_without_pages_names_neither_pages_nor_layers() -> None:
+def test_a_way_without_pages_names_neither_pages_nor_layers():
     way = {"sender": "a", "location": "pool", "pages": [26, 26], "block": [6, 24]}
     way |= {"quality": 0.9, "reason": "too_short"}
     reply = {"outcome": "too_short", "detail": "", "cause": "", "remedy": "", "model": ""}

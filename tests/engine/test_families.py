@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from engine_parts import answer, prompt
 from server_parts import servers
@@ -17,7 +15,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_block_equals_the_oracle(family: str, tmp_path: Path) -> None:
+def test_block_equals_the_oracle(family, tmp_path):
     config = shape(family, layers=4, hidden=256, heads=4, kv_heads=2)
     if hasattr(config, "sliding_window"):
         config.sliding_window = None

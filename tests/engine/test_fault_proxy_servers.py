@@ -105,7 +105,7 @@ def strikes(counts: dict[Towards, int]) -> list[Strike]:
     ]
 
 
-def test_every_answer_is_full_prefills(proxied: Proxied) -> None:
+def test_every_answer_is_full_prefills(proxied):
     begun_at_s = time.monotonic()
     alone = proxied.pair.alone(proxied.tokens)
     alone_s = time.monotonic() - begun_at_s

@@ -180,7 +180,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
             yield Pair(team.sender, team.receiver, address, team.watcher, *beside)
 
 
-def test_tenants_never_meet(pair: Pair) -> None:
+def test_tenants_never_meet(pair):
     tokens = prompt(160, seed=1)
     pair.send(tokens, salt="alice")
     outcomes = {}
@@ -190,7 +190,7 @@ def test_tenants_never_meet(pair: Pair) -> None:
     assert outcomes == {"bob": "no_match", None: "no_match", "alice": "reused"}
 
 
-def test_bad_controls_cost_the_reuse_only(pair: Pair) -> None:
+def test_bad_controls_cost_the_reuse_only(pair):
     tokens = prompt(120, seed=2)
     alone = pair.alone(tokens)
     for controls in ({"block": "5:2"}, {"block": "middle"}, {"mode": "fast"}, {"blok": "1:2"}):
@@ -205,7 +205,7 @@ def test_bad_controls_cost_the_reuse_only(pair: Pair) -> None:
     assert "Expected `object`, got `int`" in odd.provenance["detail"]
 
 
-def test_deadline(pair: Pair) -> None:
+def test_deadline(pair):
     num_tokens = int(DEADLINE_S * 1.6 * LINK_MB_S * 1e6 / BYTES_PER_TOKEN) // PAGE * PAGE + 1
     tokens = prompt(num_tokens, seed=3)
     alone = pair.alone(tokens)
@@ -218,7 +218,7 @@ def test_deadline(pair: Pair) -> None:
     assert given_up.attributes == {"droidspeak.cause": "DeadlineExceeded"}
 
 
-def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
+def test_last_layer_never_comes_after_admission(pair):
     """The layer is predicted to arrive during the recompute. It does not, so the prefix is
     prefilled."""
     alone = pair.alone(pair.stalling.tokens)
@@ -240,7 +240,7 @@ def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
     assert prefill.stop_ns > prefill.start_ns
 
 
-def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
+def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair):
     """The link is given up well before the deadline, unless a request names the block."""
     alone = pair.alone(pair.replica.tokens)
     reply = answer(pair.receiver, pair.replica.tokens)
@@ -308,7 +308,7 @@ class Sending:
         eventually(has_sent)
 
 
-def test_abort_while_the_fetch_runs(pair: Pair) -> None:
+def test_abort_while_the_fetch_runs(pair):
     """The test aborts often enough to show a leak of staging, slots or leases."""
     tokens = prompt(600, seed=4)
     pair.send(tokens)
@@ -330,7 +330,7 @@ def test_abort_while_the_fetch_runs(pair: Pair) -> None:
     eventually(reused).assert_equals(pair.expected(tokens, Span(2, 4)))
 
 
-def test_others_decode_while_a_fetch_runs(pair: Pair) -> None:
+def test_others_decode_while_a_fetch_runs(pair):
     tokens = prompt(600, seed=5)
     pair.send(tokens)
     sending = Sending(pair)
@@ -346,7 +346,7 @@ def test_others_decode_while_a_fetch_runs(pair: Pair) -> None:
     assert quick_s < slow.result().provenance["fetch_ms"] / 1000
 
 
-def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
+def test_family_is_compared_at_the_handshake(pair):
     family = family_of(pair.models["receiver"])
     dtypes = (("model_dtype", "bfloat16"), ("kv_dtype", "bfloat16"))
     for field, value in (("page_size", 32), *dtypes, ("rope", "{}")):
@@ -361,7 +361,7 @@ def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
             cache.close()
 
 
-def test_metrics(pair: Pair) -> None:
+def test_metrics(pair):
     """Each metric rises by the values that the request was told."""
     tokens, metrics = prompt(160, seed=10), f"{pair.receiver.url}/metrics"
     pair.send(tokens)
@@ -387,7 +387,7 @@ def test_metrics(pair: Pair) -> None:
     assert scraped(metrics)["cachetree:peer_ready", pair.address] == 1
 
 
-def test_a_request_is_told_in_its_trace(pair: Pair) -> None:
+def test_a_request_is_told_in_its_trace(pair):
     """The trace includes the sender's work for the request."""
     tokens = prompt(160, seed=11)
     pair.send(tokens)
@@ -419,7 +419,7 @@ def test_a_request_is_told_in_its_trace(pair: Pair) -> None:
     assert scheduler.attributes[outcome] == provenance["outcome"] == "reused"
 
 
-def test_sender_stalls(pair: Pair) -> None:
+def test_sender_stalls(pair):
     """The sender is stopped for a while at different moments. The answer is exact, whether it was
     reused or prefilled."""
     tokens = prompt(700, seed=7)
@@ -460,14 +460,14 @@ def is_offered(pair: Pair, tokens: list[int]) -> bool:
     return reply.provenance["outcome"] == "reused"
 
 
-def test_a_server_tells_how_its_peers_are_doing(pair: Pair, capsys: pytest.CaptureFixture) -> None:
+def test_a_server_tells_how_its_peers_are_doing(pair, capsys):
     eventually(lambda: main(["peers", pair.receiver.url]) == 0)
     assert [pair.address, "ready"] in [
         line.split()[:2] for line in capsys.readouterr().out.splitlines()
     ]
 
 
-def test_sender_killed_in_mid_stream(pair: Pair) -> None:
+def test_sender_killed_in_mid_stream(pair):
     """The fetch waits for the sender. This test is the last, because the sender does not come
     back."""
     tokens = prompt(600, seed=8)

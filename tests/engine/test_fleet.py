@@ -124,7 +124,7 @@ def test_engines_share_the_cores_unless_told_otherwise(monkeypatch):
     assert shared_cores(engines) == {"OMP_NUM_THREADS": "3"}
 
 
-def test_a_program_is_ready_once_its_port_answers(tmp_path: Path) -> None:
+def test_a_program_is_ready_once_its_port_answers(tmp_path):
     port = servers.free_port()
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
     programs = {"program": {"command": command, "port": port}}
@@ -139,7 +139,7 @@ def test_a_program_is_ready_once_its_port_answers(tmp_path: Path) -> None:
             started.is_ready()
 
 
-def test_what_a_program_left_when_it_ended_ends_with_the_fleet(tmp_path: Path) -> None:
+def test_what_a_program_left_when_it_ended_ends_with_the_fleet(tmp_path):
     """The program is a wrapper that ends before its child. `droidspeak up` removes programs that
     have ended from its list."""
     left, go = tmp_path / "pid", tmp_path / "go"
@@ -159,7 +159,7 @@ def ended(pid: int) -> None:
     eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10)
 
 
-def test_what_a_fleet_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_what_a_fleet_writes_is_for_its_owner_alone(tmp_path):
     """Configurations contain keys, and logs contain prompts. Files of an earlier run count, too."""
     spec = WorkerSpec(config={"family": FAMILY, "cache": {"worker": {"listen": "no"}}})
     umask = os.umask(0o022)
@@ -180,7 +180,7 @@ def test_what_a_fleet_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
         os.umask(umask)
 
 
-def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path: Path) -> None:
+def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path):
     spec = servers.ProgramSpec(command=("sleep", "60"), port=servers.free_port())
     was, other = spec.start(tmp_path, {}), spec.start(tmp_path, {})
     was.stop()
@@ -192,7 +192,7 @@ def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path: Path)
     assert not other.is_alive
 
 
-def test_what_is_being_written_is_written_before_it_ends(tmp_path: Path) -> None:
+def test_what_is_being_written_is_written_before_it_ends(tmp_path):
     """A worker does so too: it writes the entries that wait for its disk, in more than two
     seconds."""
     port, file = servers.free_port(), tmp_path / "written"
@@ -215,7 +215,7 @@ while True:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
-def test_what_was_started_ends_with_its_starter(tmp_path: Path, how: signal.Signals) -> None:
+def test_what_was_started_ends_with_its_starter(tmp_path, how):
     program = f"""
 import sys
 from pathlib import Path
@@ -237,7 +237,7 @@ with running(ProgramSpec(command=command, port={port}), folder=Path({str(tmp_pat
         os.kill(pid, 0)
 
 
-def test_a_closed_terminal_that_is_ignored_hides_no_other_signal() -> None:
+def test_a_closed_terminal_that_is_ignored_hides_no_other_signal():
     """SIGHUP is ignored, as under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -251,7 +251,7 @@ def test_a_closed_terminal_that_is_ignored_hides_no_other_signal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_what_loads_longer_than_it_may_is_told_with_the_remedy(tmp_path: Path, capsys) -> None:
+def test_what_loads_longer_than_it_may_is_told_with_the_remedy(tmp_path, capsys):
     program = {"command": ["sleep", "60"], "port": servers.free_port()}
     worker = {"family": FAMILY, "cache": {"worker": {"listen": "tcp://127.0.0.1:0"}}}
     fleet = written(tmp_path, {"programs": {"one": program}, "workers": {"two": worker}})
@@ -259,7 +259,7 @@ def test_what_loads_longer_than_it_may_is_told_with_the_remedy(tmp_path: Path, c
     assert "one is not ready after 0 s; --start-timeout gives it more" in capsys.readouterr().err
 
 
-def test_a_mistake_of_any_engine_is_told_before_anything_starts(tmp_path: Path, capsys) -> None:
+def test_a_mistake_of_any_engine_is_told_before_anything_starts(tmp_path, capsys):
     engines = {
         name: {"model-path": str(MODEL), "port": servers.free_port(), "droidspeak": settings}
         for name, settings in (("one", {"host_gb": 0.01}), ("two", {"profiles": ["nope.json"]}))
@@ -303,8 +303,8 @@ def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
     ],
 )
 def test_servers_of_one_device_start_one_after_the_other(
-    tmp_path, monkeypatch, options: dict[str, str], env: dict[str, str], order: list[str]
-) -> None:
+    tmp_path, monkeypatch, options, env, order
+):
     """Otherwise SGLang would take memory for its own KV that another server is about to use."""
     happened: list[str] = []
 
@@ -330,7 +330,7 @@ def test_servers_of_one_device_start_one_after_the_other(
         assert happened[: len(order)] == order
 
 
-def test_a_server_that_ends_while_the_next_one_loads_ends_the_start(tmp_path: Path) -> None:
+def test_a_server_that_ends_while_the_next_one_loads_ends_the_start(tmp_path):
     class OnGpu(servers.ProgramSpec):
         def is_on_gpu(self, _env: object) -> bool:
             return True
@@ -350,7 +350,7 @@ def test_a_server_that_ends_while_the_next_one_loads_ends_the_start(tmp_path: Pa
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "localhost"])
-def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, host: str) -> None:
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, host):
     with socket.create_server(("127.0.0.1", 0)) as v4:
         port = v4.getsockname()[1]
         server = ServerSpec(model=MODEL, host=host, port=port)

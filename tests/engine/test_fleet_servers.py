@@ -154,7 +154,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield Cluster(network, named, addresses, parties)
 
 
-def test_each_family_shares_and_neither_meets_the_other(cluster: Cluster) -> None:
+def test_each_family_shares_and_neither_meets_the_other(cluster):
     cluster.read("reader", QUESTIONS[0], "shelf-one", "shelf-two")
     cluster.read("reader-fp32", QUESTIONS[1], "shelf-fp32")
     for name, own, others in (
@@ -170,7 +170,7 @@ def is_reused(reply: Answer) -> bool:
     return reply.provenance["outcome"] == "reused"
 
 
-def test_one_worker_is_cut_off_and_comes_back(cluster: Cluster) -> None:
+def test_one_worker_is_cut_off_and_comes_back(cluster):
     text = QUESTIONS[2]
     cluster.read("reader", text, "shelf-one", "shelf-two")
     with_both = eventually(lambda: is_reused(it := cluster.ask("answerer", text)) and it)
@@ -211,7 +211,7 @@ def test_one_worker_is_cut_off_and_comes_back(cluster: Cluster) -> None:
         cluster.network.join("shelf-two")
 
 
-def test_a_reader_that_is_killed_leaves_what_it_read(cluster: Cluster) -> None:
+def test_a_reader_that_is_killed_leaves_what_it_read(cluster):
     text = QUESTIONS[4]
     cluster.read("reader", text, "shelf-one", "shelf-two")
     cluster.server("reader").kill()

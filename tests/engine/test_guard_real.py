@@ -79,7 +79,7 @@ def num_shadows(pair: WatchedPair) -> int:
     return sum(it.num_shadows for it in pair.plans)
 
 
-def test_a_healthy_pair_stays_in_service_and_a_drifted_sender_does_not(tmp_path: Path) -> None:
+def test_a_healthy_pair_stays_in_service_and_a_drifted_sender_does_not(tmp_path):
     """The drifted sender is half of the way to random weights, under the profile of the sender
     before."""
     drifted = of_another_sender(tmp_path, partial(a_quarter_away, share=0.5), SENDER)

@@ -228,8 +228,8 @@ def test_drift_is_found_within_200_reused_requests(change, task, tmp_path):
     ],
 )
 def test_a_bad_pair_that_was_let_through_is_taken_out_of_service_within_200_requests(
-    plans: list[tuple[int, int]], controls: dict[str, Any], num_ranks: int, tmp_path: Path
-) -> None:
+    plans, controls, num_ranks, tmp_path
+):
     """The pair did not pass its gate, and the server has `gate: none`. One request in twenty is
     compared."""
     profile = let_through(tmp_path, *plans)

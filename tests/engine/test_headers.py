@@ -82,20 +82,20 @@ def test_an_answer_says_its_outcome(client, path, outcome, status):
 
 
 @pytest.mark.parametrize("body", [{}, [{"outcome": "reused", "exact": True}] * 2])
-def test_without_one_label_there_are_no_headers(client: TestClient, body: Any) -> None:
+def test_without_one_label_there_are_no_headers(client, body):
     answer = client.post("/whole", json=body)
     assert answer.json() == {"num": 2}
     assert OUTCOME not in answer.headers
     assert OUTCOME not in client.get("/other").headers
 
 
-def test_each_request_has_its_own(client: TestClient) -> None:
+def test_each_request_has_its_own(client):
     labels = [{"outcome": it, "exact": True} for it in ("reused", "no_match", "reused")]
     said = [client.post("/streamed", json=it).headers[OUTCOME] for it in labels]
     assert said == [it["outcome"] for it in labels]
 
 
-def test_what_no_http_request_asked_for_passes_as_it_is() -> None:
+def test_what_no_http_request_asked_for_passes_as_it_is():
     answer = LabelNotes(KEY).generate(replies, None, asked({"outcome": "own"}))
     assert answer.__name__ == "replies"
 
@@ -118,7 +118,7 @@ POD = {KEY: {"peer": "10.0.0.5:8000"}}
         ({"custom_params": "wrong"}, {"custom_params": "wrong"}),
     ],
 )
-def test_the_pod_that_a_router_names_is_where_the_server_looks(params: Any, hinted: Any) -> None:
+def test_the_pod_that_a_router_names_is_where_the_server_looks(params, hinted):
     obj = asked({}, params)
     headers = [(b"x-vsr-kv-source-pod", b"10.0.0.5:8000")]
     request = SimpleNamespace(scope={"state": {}, "headers": headers})
@@ -127,7 +127,7 @@ def test_the_pod_that_a_router_names_is_where_the_server_looks(params: Any, hint
 
 
 @pytest.mark.parametrize("source", [b"", b"x" * 257])
-def test_a_header_that_names_no_host_changes_nothing(source: bytes) -> None:
+def test_a_header_that_names_no_host_changes_nothing(source):
     obj = asked({})
     headers = [(b"x-vsr-kv-source-pod", source)]
     request = SimpleNamespace(scope={"state": {}, "headers": headers})

@@ -47,7 +47,7 @@ def heads_after(*prompts: tuple[int, ...]) -> SharedHeads:
 
 
 @pytest.mark.parametrize("num_shared", [1, 2, 3, 10])
-def test_a_head_needs_as_many_prompts_as_it_has_pages_and_at_least_two(num_shared: int) -> None:
+def test_a_head_needs_as_many_prompts_as_it_has_pages_and_at_least_two(num_shared):
     shared = tuple(range(100, 100 + num_shared))
     needed = max(2, num_shared)
     prompts = [(*shared, number, number) for number in range(needed)]
@@ -57,12 +57,12 @@ def test_a_head_needs_as_many_prompts_as_it_has_pages_and_at_least_two(num_share
     assert heads_after(*prompts).length(pages(7, *shared)) == 0
 
 
-def test_a_conversation_that_grows_is_no_head() -> None:
+def test_a_conversation_that_grows_is_no_head():
     turns = [tuple(range(100, 100 + length)) for length in range(1, 30)]
     assert heads_after(*turns).length(pages(*turns[-1])) == 0
 
 
-def test_the_longest_head_counts_and_none_is_longer_than_the_most() -> None:
+def test_the_longest_head_counts_and_none_is_longer_than_the_most():
     inner = [(1, 2, 3, 50 + number) for number in range(3)]
     assert heads_after((1, 9), *inner).length(pages(1, 2, 3, 77)) == 3
     assert heads_after((1, 9), *inner).length(pages(1, 8)) == 1
@@ -71,7 +71,7 @@ def test_the_longest_head_counts_and_none_is_longer_than_the_most() -> None:
     assert heads_after(*prompts).length(pages(*shared, 99)) == 0
 
 
-def test_what_is_known_of_prompts_is_bounded_and_a_used_head_stays() -> None:
+def test_what_is_known_of_prompts_is_bounded_and_a_used_head_stays():
     heads = heads_after((1, 2), (1, 3))
     for number in range(400):
         heads.note(pages(1, *range(1000 + number, 1064 + number)))
@@ -83,7 +83,7 @@ ASKED = replace(DEMAND, first_approximate=0, num_head=3)
 """Demand of a prompt of ten pages, three of which are a head. A page takes 160 ms in full."""
 
 
-def test_a_plan_begins_behind_the_head_and_its_price_has_the_head() -> None:
+def test_a_plan_begins_behind_the_head_and_its_price_has_the_head():
     plan = plan_for(match(S), demand=ASKED, costs=MEASURED)
     assert (plan.head, plan.pages) == (Span(0, 3), Span(3, 10))
     loaded = replace(plan, head=EMPTY_SPAN)
@@ -96,13 +96,13 @@ def test_a_plan_begins_behind_the_head_and_its_price_has_the_head() -> None:
         assert (later.head, later.pages.start) == (head, start)
 
 
-def test_what_is_exact_or_an_experiment_has_no_head() -> None:
+def test_what_is_exact_or_an_experiment_has_no_head():
     own = plan_for(match(R), demand=ASKED)
     experiment = plan_for(match(S), demand=replace(ASKED, first_approximate=None))
     assert [(it.head, it.pages.start) for it in (own, experiment)] == [(EMPTY_SPAN, 0)] * 2
 
 
-def test_a_prompt_that_is_hardly_longer_than_its_head_is_too_short() -> None:
+def test_a_prompt_that_is_hardly_longer_than_its_head_is_too_short():
     """The outcome is not `on_device`, because the device has no page of it."""
     for min_pages, num_head, held, reason in (
         (2, 9, 0, Reason.TOO_SHORT),
@@ -123,7 +123,7 @@ def prompt_of(planner: Any, seed: int, **fields: Any) -> Any:
     return req
 
 
-def test_a_request_keeps_its_head_and_reads_apart_from_those_before() -> None:
+def test_a_request_keeps_its_head_and_reads_apart_from_those_before():
     planner, _ = planned(10)
     first, second, third = (prompt_of(planner, seed) for seed in range(1, 4))
     assert [prefixes.num_head(it) for it in (first, second, third)] == [0, 2, 2]
@@ -135,7 +135,7 @@ def test_a_request_keeps_its_head_and_reads_apart_from_those_before() -> None:
     assert [prefixes.num_head(it) for it in other] == [0, 2], "a tenant's prompts are its own"
 
 
-def test_questions_of_operators_and_shadows_teach_nothing() -> None:
+def test_questions_of_operators_and_shadows_teach_nothing():
     planner, _ = planned(10)
     own = SimpleNamespace(custom_params={asking.ANSWERED: 1})
     for seed in range(1, 4):
@@ -146,7 +146,7 @@ BEHIND = replace(PLAN, head=Span(0, 1), pages=Span(1, NUM_PAGES))
 
 
 @pytest.mark.parametrize("num_there", [0, 1])
-def test_slots_of_a_head_are_computed_and_the_others_loaded(num_there: int) -> None:
+def test_slots_of_a_head_are_computed_and_the_others_loaded(num_there):
     """A head that the device has by then is not computed again."""
     cache, req = Asked(), request()
     planner = planner_of(plan=BEHIND, patience=Patience(saving_s=1.0))
@@ -165,7 +165,7 @@ def test_slots_of_a_head_are_computed_and_the_others_loaded(num_there: int) -> N
     assert prefixes.num_approximate(req) == 3 * PAGE
 
 
-def test_a_step_counts_a_head_in_full_and_never_loads_a_head_only() -> None:
+def test_a_step_counts_a_head_in_full_and_never_loads_a_head_only():
     for step_tokens, num_pages in ((3 * PAGE, 3), (2 * PAGE, 0)):
         cache = Asked()
         planner = planner_of(plan=BEHIND, step_share=0.5, patience=Patience(saving_s=1.0))

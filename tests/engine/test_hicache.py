@@ -65,7 +65,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 # The file backend.
 
 
-def test_what_one_cache_stores_another_one_finds_and_reads(tmp_path: Path) -> None:
+def test_what_one_cache_stores_another_one_finds_and_reads(tmp_path):
     with open_cache(tmp_path) as sender, open_cache(tmp_path) as receiver:
         assert search(receiver, prompt(0)) == 0
         for number in range(1, 4):
@@ -83,7 +83,7 @@ def test_what_one_cache_stores_another_one_finds_and_reads(tmp_path: Path) -> No
         assert not receiver.search(prompt(1)), "asked although the tree knows"
 
 
-def test_a_restart_finds_its_own_again_also_after_eviction(tmp_path: Path) -> None:
+def test_a_restart_finds_its_own_again_also_after_eviction(tmp_path):
     with open_cache(tmp_path, host_bytes=2 * NUM_OBJECTS * FAMILY.kv_page_bytes) as cache:
         for number in range(6):
             store_and_wait(cache, prompt(number))
@@ -94,7 +94,7 @@ def test_a_restart_finds_its_own_again_also_after_eviction(tmp_path: Path) -> No
         fetch(cache, prompt(3), Span(0, 8))
 
 
-def test_closing_writes_what_waits(tmp_path: Path) -> None:
+def test_closing_writes_what_waits(tmp_path):
     with open_cache(tmp_path) as cache:
         for number in range(4):
             store(cache.tree, prompt(number))
@@ -102,7 +102,7 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
         assert [search(cache, prompt(number)) for number in range(4)] == [8] * 4
 
 
-def test_what_is_written_behind_is_not_used_by_it() -> None:
+def test_what_is_written_behind_is_not_used_by_it():
     may_write = threading.Event()
     shelf = Shelf(lambda call: call != "write" or may_write.wait(10))
     with cache_over(shelf, host_bytes=3 * 8 * PAGE_TOTAL) as cache:
@@ -118,7 +118,7 @@ def test_what_is_written_behind_is_not_used_by_it() -> None:
         assert numbers == [1, 3, 4]
 
 
-def test_a_long_prompt_that_grows(tmp_path: Path) -> None:
+def test_a_long_prompt_that_grows(tmp_path):
     pages = prompt(0, 300)
     with open_cache(tmp_path) as sender, open_cache(tmp_path) as receiver:
         store_and_wait(sender, pages[:200])
@@ -134,14 +134,14 @@ def test_a_long_prompt_that_grows(tmp_path: Path) -> None:
         eventually(lambda: objects_of(receiver) == {"read": 1200})
 
 
-def test_another_family_finds_nothing(tmp_path: Path) -> None:
+def test_another_family_finds_nothing(tmp_path):
     other = msgspec.structs.replace(FAMILY, tokenizer="other")
     with open_cache(tmp_path) as sender, open_cache(tmp_path, other) as receiver:
         store_and_wait(sender, prompt(0))
         assert search(receiver, prompt(0)) == 0
 
 
-def test_one_of_two_equal_servers_writes(tmp_path: Path) -> None:
+def test_one_of_two_equal_servers_writes(tmp_path):
     with open_cache(tmp_path) as first:
         store_and_wait(first, prompt(0))
     with open_cache(tmp_path) as second:
@@ -231,7 +231,7 @@ def test_who_reads_is_told_before_all_that_is_lost_with_it_is_forgotten(tmp_path
         eventually(lambda: num_there(receiver, pages) == 5)
 
 
-def test_every_single_bit_counts() -> None:
+def test_every_single_bit_counts():
     small = msgspec.structs.replace(FAMILY, page_size=1, head_dim=4, hidden_size=16)
     objects, page = Objects(small), pages_of(1)[0]
     step = Step(Kind.KV, 0)
@@ -248,7 +248,7 @@ def test_every_single_bit_counts() -> None:
     assert piece.opened() == payload
 
 
-def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path) -> None:
+def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path):
     pages = prompt(0)
     with open_cache(tmp_path) as first:
         store_without_e(first, pages)
@@ -266,7 +266,7 @@ def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path
 
 @pytest.mark.parametrize("num_known", [0, 8])
 @pytest.mark.parametrize("num_loaded", [8, 12])
-def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded: int, num_known: int) -> None:
+def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded, num_known):
     """Pages are stored as a server stores its own."""
     shelf, pages = Shelf(), prompt(0, 12)
     with cache_over(shelf) as sender:
@@ -300,7 +300,7 @@ def test_pages_that_are_not_whole_are_not_found_and_are_written_again(tmp_path, 
 # Backends that move memory by its address.
 
 
-def test_a_backend_that_uses_the_host_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_uses_the_host_pool(monkeypatch):
     monkeypatch.setattr(PointerStore, "kept", {})
     config = {
         "backend_name": "pointers",
@@ -322,7 +322,7 @@ def test_a_backend_that_uses_the_host_pool(monkeypatch: pytest.MonkeyPatch) -> N
 # Searches.
 
 
-def test_one_question_per_model_and_layer_then_none() -> None:
+def test_one_question_per_model_and_layer_then_none():
     shelf = Shelf()
     with cache_over(shelf) as sender:
         store_and_wait(sender, prompt(0))
@@ -337,7 +337,7 @@ def test_one_question_per_model_and_layer_then_none() -> None:
     assert shelf.is_closed
 
 
-def test_e_that_comes_later_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e_that_comes_later_is_found_too(monkeypatch):
     shelf, pages = Shelf(), prompt(0)
     monkeypatch.setattr(tier, "ABSENT_S", 0.0)
     with cache_over(shelf) as sender, cache_over(shelf) as receiver:
@@ -352,7 +352,7 @@ def test_e_that_comes_later_is_found_too(monkeypatch: pytest.MonkeyPatch) -> Non
         assert shelf.calls == [("exists", 8)]
 
 
-def test_absence_is_believed_for_a_while() -> None:
+def test_absence_is_believed_for_a_while():
     now = [0.0]
     absent = AbsentPages(lambda: now[0])
     (page,) = pages_of(1)
@@ -363,7 +363,7 @@ def test_absence_is_believed_for_a_while() -> None:
     assert not absent.has(MODEL, KV, page)
 
 
-def test_the_tree_shows_no_more_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tree_shows_no_more_than_a_bound(monkeypatch):
     monkeypatch.setattr(tier, "MAX_KNOWN_PAGES", 2 * 20)
     with cache_over(Shelf()) as cache:
         for number in range(3):
@@ -432,14 +432,14 @@ def test_the_folders_of_nixl_are_this_users_alone(tmp_path, monkeypatch, config)
         check_backend("nixl", config)
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     config = {"file_storage_path": str(tmp_path / "file" / "x")}
     with pytest.raises(ConfigError, match=r"file_storage_path is '.*/x': Not a directory; name"):
         check_backend("file", config)
 
 
-def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path):
     config = {
         "file_storage_path": str(tmp_path),
         "enable_metadata_cache": True,
@@ -454,7 +454,7 @@ def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
     assert "secret" not in str(raised.value), "it may be a credential"
 
 
-def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_closed_cache_leaves_no_thread(tmp_path):
     before = set(threading.enumerate())
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))

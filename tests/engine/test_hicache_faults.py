@@ -38,7 +38,7 @@ from sglang_droidspeak.hicache import Objects, lane, tier
 from sglang_droidspeak.hicache.lane import MAX_FAILURES, STALL_S, Lane
 
 
-def test_a_backend_that_lies_about_what_it_has() -> None:
+def test_a_backend_that_lies_about_what_it_has():
     shelf = Shelf()
     shelf.lies = True
     with cache_over(shelf) as cache:
@@ -60,7 +60,7 @@ class Failing(Shelf):
             raise ConnectionError("the backend is away")
 
 
-def test_a_backend_that_raises_is_left_alone() -> None:
+def test_a_backend_that_raises_is_left_alone():
     shelf = Failing()
     with cache_over(shelf) as cache:
         for number in range(MAX_FAILURES + 1):
@@ -86,7 +86,7 @@ def test_a_backend_that_raises_is_left_alone() -> None:
         assert shelf.calls == []
 
 
-def test_what_could_not_be_written_is_written_with_what_comes_after_it() -> None:
+def test_what_could_not_be_written_is_written_with_what_comes_after_it():
     """Otherwise no prompt that begins with these pages would match while they are in memory."""
     shelf, pages = Failing(), prompt(0)
     with cache_over(shelf) as cache, cache_over(shelf) as other:
@@ -111,7 +111,7 @@ class Hanging(Shelf):
             self.may_go_on.wait(20)
 
 
-def test_a_full_backend_is_read_and_soon_not_written() -> None:
+def test_a_full_backend_is_read_and_soon_not_written():
     shelf = Hanging()
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
@@ -158,7 +158,7 @@ def test_an_entry_that_takes_longer_than_its_lease_is_written_part_by_part(monke
         assert (status.num_late_entries, status.is_writing_paused) == (0, False)
 
 
-def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> None:
+def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend():
     """In this test the entry has been stored again, without E."""
     shelf = Hanging()
     shelf.hangs_at = "write"
@@ -177,7 +177,7 @@ def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> 
         assert "failed" not in objects_of(cache)
 
 
-def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_hangs_costs_the_deadline(monkeypatch):
     monkeypatch.setattr(lane, "STALL_S", 0.2)
     monkeypatch.setattr(tier, "MAX_CLOSE_S", 0.2)
     shelf = Hanging()
@@ -196,14 +196,14 @@ def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-def test_a_backend_that_never_ends_in_time_is_known_to_be_slow(is_given_up: bool) -> None:
+def test_a_backend_that_never_ends_in_time_is_known_to_be_slow(is_given_up):
     shelf = Shelf(lambda call: time.sleep(0.15) if call == "read" else None)
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
         fetch_too_late(cache, plan_of(Span(0, 8)), prompt(0), is_given_up=is_given_up)
 
 
-def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch):
     monkeypatch.setattr(lane, "STALL_S", 0.3)
     shelf = Hanging()
     shelf.hangs_at = "exists"
@@ -241,7 +241,7 @@ def notes_of(cache: Cache) -> list[tuple[int, type]]:
     return noted
 
 
-def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same() -> None:
+def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same():
     shelf = Hanging()
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
@@ -257,7 +257,7 @@ def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("num_left", [0, 3])
-def test_what_is_missing_has_not_been_read(num_left: int) -> None:
+def test_what_is_missing_has_not_been_read(num_left):
     shelf = Shelf()
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
@@ -269,7 +269,7 @@ def test_what_is_missing_has_not_been_read(num_left: int) -> None:
     assert noted == [(num_left * FAMILY.e_page_bytes, StaleEntry)]
 
 
-def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
+def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back():
     shelf = Hanging()
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
@@ -293,7 +293,7 @@ def reading_of(shelf: Shelf, now: list[float]) -> Lane:
     return Lane("reading", shelf, Objects(FAMILY), range(4), lambda: now[0])  # type: ignore[arg-type]
 
 
-def test_a_lane_pauses_doubles_and_recovers() -> None:
+def test_a_lane_pauses_doubles_and_recovers():
     now = [0.0]
 
     def hang(_call: str) -> None:
@@ -315,7 +315,7 @@ def test_a_lane_pauses_doubles_and_recovers() -> None:
     assert not reading.is_paused
 
 
-def test_many_calls_that_answer_are_none_that_hangs() -> None:
+def test_many_calls_that_answer_are_none_that_hangs():
     now = [0.0]
 
     def answer(_call: str) -> None:

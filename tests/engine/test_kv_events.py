@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -133,7 +132,7 @@ class Keeper:
         reservation.commit()
 
 
-def test_e_that_comes_and_goes_is_no_event(keeper: Keeper) -> None:
+def test_e_that_comes_and_goes_is_no_event(keeper):
     tokens = list(range(2 * PAGE))
     keeper.store(tokens, EventTokens(tokens, None))
     keeper.events.take([], None)
@@ -175,7 +174,7 @@ def prompts(random: Random) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_index_has_what_memory_has(keeper: Keeper, seed: int) -> None:
+def test_an_index_has_what_memory_has(keeper, seed):
     """Stores and evictions come in any order, through SGLang's publisher and a socket. A follower
     that joins late asks for the events that it has missed."""
     random, tree = Random(seed), keeper.cache.tree
@@ -211,7 +210,7 @@ def test_an_index_has_what_memory_has(keeper: Keeper, seed: int) -> None:
 
 
 @pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["base", "adapter"])
-def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRARef | None) -> None:
+def test_it_says_what_sglang_would_say_of_the_same(keeper, adapter):
     tokens = prompt(5 * PAGE, seed=1)
     key = adapter and adapter.lora_id
     names = KvEventLoraNames()
@@ -239,7 +238,7 @@ def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRA
 
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("is_dynamos", [False, True])
-def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamos: bool) -> None:
+def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core, is_dynamos):
     """The base model has no name in the events. If it had one, its KV would count as removed
     together with the adapter's."""
     names, tokens = KvEventLoraNames(), prompt(2 * PAGE, seed=1)
@@ -276,7 +275,7 @@ def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamo
     assert gone == set.union(*namings[:4])
 
 
-def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
+def test_of_what_others_store_nothing_is_told(keeper):
     """Private entries cause no event. Entries that are added while another one is stored cause none
     either."""
     tokens = prompt(5 * PAGE, seed=1)
@@ -292,7 +291,7 @@ def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
     assert keeper.events.take([], None) == []
 
 
-def test_nobody_hears_of_tenants_and_of_what_is_one_requests_own(keeper: Keeper) -> None:
+def test_nobody_hears_of_tenants_and_of_what_is_one_requests_own(keeper):
     req, about = partial(request_of, [1, 2, 3, 4]), keeper.events.about
     assert about(req(), 1, 3) == EventTokens(array("q", [2, 3]), None)
     lora_id = ADAPTER.lora_id
@@ -329,7 +328,7 @@ def test_while_nobody_takes_events_only_so_many_wait(keeper, monkeypatch):
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_server_tells_of_its_memory_beside_its_device(tmp_path: Path) -> None:
+def test_a_server_tells_of_its_memory_beside_its_device(tmp_path):
     """The memory has room for two of the prompts. The index has exactly the pages that the memory's
     events name."""
     (model,) = write_models(

@@ -67,7 +67,7 @@ def labels(counts: Counts) -> Labels:
     return Labels(counts, ModelNames())  # type: ignore[arg-type]
 
 
-def test_a_label_is_told_once_and_stays(labels: Labels, counts: Counts) -> None:
+def test_a_label_is_told_once_and_stays(labels, counts):
     req = request(customized_info={"other": [1]})
     labels.note(req, RequestProvenance(outcome="no_slots"))
     labels.note(req, reused())
@@ -80,13 +80,13 @@ def test_a_label_is_told_once_and_stays(labels: Labels, counts: Counts) -> None:
     assert counts.outcomes == {"reused": 1}
 
 
-def test_it_waits_for_the_end_of_the_prefill(labels: Labels, counts: Counts) -> None:
+def test_it_waits_for_the_end_of_the_prefill(labels, counts):
     chunked, retracted = request(), request(is_retracted=True)
     labels.report([chunked, retracted], chunked)
     assert (told(chunked), told(retracted), counts.outcomes) == (None, None, {})
 
 
-def test_an_answer_names_the_sender_where_the_server_knows_its_name(counts: Counts) -> None:
+def test_an_answer_names_the_sender_where_the_server_knows_its_name(counts):
     names, known, other = ModelNames(), ModelId("a" * 32), ModelId("b" * 32)
     names.call(known, "base")
     labels = Labels(counts, names)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_requests_of_sglangs_warm_up_are_not_counted(labels, counts, status, has
     assert alone["custom_params"][KEY] == {"mode": "off"}
 
 
-def test_a_request_that_never_invokes_its_adapter_says_so_and_is_counted() -> None:
+def test_a_request_that_never_invokes_its_adapter_says_so_and_is_counted():
     metrics = Metrics(enabled=False)
     labels, req, other = Labels(metrics, ModelNames()), request(), request()
     prefixes.ask_base(req)
@@ -172,7 +172,7 @@ def test_a_long_id_is_neither_kept_nor_logged(labels, counts, caplog):
 
 
 @pytest.mark.long
-def test_what_a_server_starts_knows_its_own_requests_and_no_other_server_does() -> None:
+def test_what_a_server_starts_knows_its_own_requests_and_no_other_server_does():
     own: Any = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={asking.ANSWERED: 2}))
     with multiprocessing.get_context("spawn").Pool(1) as started:
         assert started.apply(asking.num_answered, [own]) == 2
@@ -181,7 +181,7 @@ def test_what_a_server_starts_knows_its_own_requests_and_no_other_server_does() 
     assert process.stdout.decode().split()[-1] != asking.ANSWERED
 
 
-def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:
+def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on():
     metrics = Metrics(enabled=False)
     for exact in (True, False, True):
         metrics.count_outcome("reused", exact=exact)
@@ -209,7 +209,7 @@ def sample(metric: Any) -> float:
     return family.samples[0].value
 
 
-def test_whatever_ends_without_an_answer_is_counted_once(labels: Labels, counts: Counts) -> None:
+def test_whatever_ends_without_an_answer_is_counted_once(labels, counts):
     queued, running = request(), request(finished_reason=FINISH_ABORT("too long"))
     failed = request(to_finish=FINISH_ABORT("its grammar"))
     labels.note(queued, RequestProvenance(outcome="no_match"))
@@ -230,7 +230,7 @@ def test_what_was_aborted_after_it_read_says_so_and_is_counted_as_aborted(labels
     assert counts.outcomes == {"aborted": 1, "error": 1}, "no plan was made for the second one"
 
 
-def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labels) -> None:
+def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels):
     """An experiment reads in the namespace of exact KV, and leaves nothing there."""
     req = request()
     labels.note(req, reused(exact=False))
@@ -254,14 +254,14 @@ def test_what_was_aborted_before_it_read_anything_is_exact(labels, counts, exten
     assert counts.num_approximate == counts.num_approximate_tokens == 0, "nobody has its answer"
 
 
-def test_health_probes_are_nobodys_requests(labels: Labels, counts: Counts) -> None:
+def test_health_probes_are_nobodys_requests(labels, counts):
     probe = request("HEALTH_CHECK_17")
     labels.note(probe, RequestProvenance(outcome="no_match"))
     labels.report([probe])
     assert (told(probe), counts.outcomes) == (None, {})
 
 
-def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Counts) -> None:
+def test_samples_say_what_was_read_for_all_of_them(labels, counts):
     """If `n` is above 1, SGLang prefills the prompt in a request of its own. Other requests answer,
     and find the KV on the device."""
     warming, samples = request(n=2, max_new_tokens=0), [request(n=2), request(n=2)]
@@ -280,7 +280,7 @@ def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Count
     assert counts.outcomes == {"reused": 2, "no_match": 1}
 
 
-def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: Counts) -> None:
+def test_a_sample_that_has_computed_its_prompt_says_so(labels, counts):
     """An experiment loads KV only for the first request, so the others do not have it."""
     warming, sample = request(n=2, max_new_tokens=0), request(n=2)
     labels.note(warming, reused(exact=False))
@@ -292,7 +292,7 @@ def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: C
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_sample_that_read_other_kv_than_the_first_says_so(labels: Labels, exact: bool) -> None:
+def test_a_sample_that_read_other_kv_than_the_first_says_so(labels, exact):
     """The sample is judged by its own namespace, not by that of the request that ran the
     prefill."""
     warming, sample = request(n=2, max_new_tokens=0), request(n=2)
@@ -304,7 +304,7 @@ def test_a_sample_that_read_other_kv_than_the_first_says_so(labels: Labels, exac
     assert told(sample) == RequestProvenance(outcome="too_short", exact=exact)
 
 
-def test_a_sample_says_what_was_read_by_its_own_controls(labels: Labels, counts: Counts) -> None:
+def test_a_sample_says_what_was_read_by_its_own_controls(labels, counts):
     """Two requests ask for one prompt at the same time, and one of them forbids reuse."""
     read = {"auto": reused(), "off": RequestProvenance(outcome="off")}
     for mode, provenance in read.items():
@@ -342,7 +342,7 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(labels, caplog):
 
 
 @pytest.mark.parametrize("num_before", [0, 32])
-def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: int) -> None:
+def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before):
     """If there is no room for its load in the end, a request computes everything itself."""
     monkeypatch.setattr(forward, "PartialPrefill", lambda *_: None)
     runner = SimpleNamespace(

@@ -46,7 +46,7 @@ def names_of(*models: Weights) -> list[ModelId]:
     return [it.identity.model_id for it in models if it.identity is not None]
 
 
-def test_each_pair_inherits_by_its_own_distance(step: Step) -> None:
+def test_each_pair_inherits_by_its_own_distance(step):
     first, second, third = (step(it) for it in (0.0, 0.01, 0.02))
     (one, two) = names_of(first, second)
     lines = Lines([line_of([first, second], proven=(0.015,) * 4)])
@@ -61,7 +61,7 @@ def test_each_pair_inherits_by_its_own_distance(step: Step) -> None:
     assert [(it.start, it.stop) for it in pair.blocks] == [(0, 3)] and pair.recommended is None
 
 
-def test_what_is_served_again_is_a_receiver_again(step: Step) -> None:
+def test_what_is_served_again_is_a_receiver_again(step):
     first, second = step(0.0), step(0.01)
     lines = Lines([line_of([first, second], proven=(0.015,) * 4)])
     (one, two) = names_of(first, second)
@@ -71,7 +71,7 @@ def test_what_is_served_again_is_a_receiver_again(step: Step) -> None:
     assert follow(lines, first).keys() == {two}
 
 
-def test_a_change_in_one_layer_is_judged_by_what_was_proven_for_it(step: Step) -> None:
+def test_a_change_in_one_layer_is_judged_by_what_was_proven_for_it(step):
     first, second = step(0.0), step(0.01)
     narrow = Lines([line_of([first, second], proven=(0.02, 0.02, 0.005, 0.02))])
     follow(narrow, first)
@@ -83,7 +83,7 @@ def test_a_change_in_one_layer_is_judged_by_what_was_proven_for_it(step: Step) -
     assert follow(both, second)[names_of(first)[0]][0], "by the second line"
 
 
-def test_without_sketches_there_is_no_distance(step: Step, tmp_path: Path) -> None:
+def test_without_sketches_there_is_no_distance(step, tmp_path):
     first, second = step(0.0), step(0.01)
     lines = Lines([line_of([first, second], proven=(1.0,) * 4)])
     follow(lines, replace(first, sketches={}))
@@ -91,7 +91,7 @@ def test_without_sketches_there_is_no_distance(step: Step, tmp_path: Path) -> No
     assert follow(Lines([]), first) == {}
 
 
-def test_the_last_models_of_a_chain_are_remembered(step: Step) -> None:
+def test_the_last_models_of_a_chain_are_remembered(step):
     models = [step(it / 100) for it in range(MAX_REMEMBERED + 3)]
     lines = Lines([line_of(models[:2], proven=(1.0,) * 4)])
     for weights_now in models:

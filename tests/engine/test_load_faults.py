@@ -217,13 +217,13 @@ def assert_reuse_works(rig: Rig) -> None:
     assert rig.rows.written == [0, 3]
 
 
-def test_without_a_fault_the_block_is_computed_and_the_rest_copied(rig: Rig) -> None:
+def test_without_a_fault_the_block_is_computed_and_the_rest_copied(rig):
     assert_reuse_works(rig)
     assert not rig.is_told_exact()
     assert rig.num_cached == (NUM_TOKENS, NUM_TOKENS)
 
 
-def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
+def test_a_recompute_without_memory_becomes_a_full_prefill(rig):
     rig.prefills.failures = 1
     assert rig.run()
     assert rig.prefills.blocks == [EVERYTHING]
@@ -237,7 +237,7 @@ def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
     assert_reuse_works(rig)
 
 
-def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None:
+def test_a_full_prefill_after_approximate_pages_is_approximate(rig):
     """The approximate tokens were on the device before. No fault of this load makes them exact."""
     rig.prefills.failures = 1
     assert rig.end(rig.launch(rig.loading(num_there=PAGE)))
@@ -249,7 +249,7 @@ def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_head_is_computed_first_and_counts_as_computed(rig: Rig, fails: bool) -> None:
+def test_a_head_is_computed_first_and_counts_as_computed(rig, fails):
     rig.prefills.failures = int(fails)
     assert rig.end(rig.launch(rig.loading(num_head=PAGE)))
     whole, head = Span(0, NUM_TOKENS), Span(0, PAGE)
@@ -259,7 +259,7 @@ def test_a_head_is_computed_first_and_counts_as_computed(rig: Rig, fails: bool) 
     assert rig.is_told_exact() == fails
 
 
-def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -> None:
+def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig):
     rig.prefills.failures = 2
     assert not rig.run()
     assert rig.prefills.blocks == []
@@ -305,13 +305,13 @@ def test_layers_are_told_whether_their_e_is_the_own_models(monkeypatch, is_exact
     assert forward_batch.has_own_e == is_exact
 
 
-def test_slots_that_are_loaded_into_lose_the_e_of_their_last_owner(rig: Rig) -> None:
+def test_slots_that_are_loaded_into_lose_the_e_of_their_last_owner(rig):
     rig.e_pool.valid[:] = True
     assert_reuse_works(rig)
     assert (~rig.e_pool.valid).nonzero().flatten().tolist() == SLOTS.tolist()
 
 
-def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> None:
+def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig):
     """If the fault is known before the forward, the tokens are computed. If not, the batch is given
     up."""
     rig.rows.failures = 1
@@ -320,7 +320,7 @@ def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> No
     assert_reuse_works(rig)
 
 
-def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -> None:
+def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig):
     loads = [rig.loading().load, rig.loading().load]
     rig.rows.failures = 1
     rig.loader.finish(rig.loader.start(loads))
@@ -328,7 +328,7 @@ def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
     assert [it.wait_staged(Deadline.after(0)) is None for it in loads] == [False, True]
 
 
-def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -> None:
+def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig):
     loads = [rig.loading().load, rig.loading().load]
     staging = loads[0].source.staging
     loads[0].source = SimpleNamespace(staging=staging, wait=lambda _step: 1 / 0)
@@ -339,7 +339,7 @@ def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
     assert_reuse_works(rig)
 
 
-def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig: Rig) -> None:
+def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig):
     """This also holds if the request's namespace does not say so."""
     request = rig.loading()
     request.load.source.adopt_e = MagicMock(return_value=True)  # type: ignore[method-assign]
@@ -389,7 +389,7 @@ def test_a_loader_that_died_before_a_forward_costs_a_full_prefill(rig, monkeypat
 
 
 @pytest.mark.parametrize("has_died_here", [True, False])
-def test_a_server_whose_loader_died_is_off_on_all_ranks(has_died_here: bool) -> None:
+def test_a_server_whose_loader_died_is_off_on_all_ranks(has_died_here):
     linker: Any = MagicMock(_loader=SimpleNamespace(is_alive=not has_died_here, finish=id))
     linker._planner.off = ""
     linker._ranks.least = lambda _mine: [False]
@@ -416,7 +416,7 @@ def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_
     assert_reuse_works(rig)
 
 
-def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
+def test_a_copy_that_fails_under_the_forward_is_no_result(rig):
     one = rig.loading()
     index = rig.launch(one)
     one.load.is_good = False
@@ -428,7 +428,7 @@ def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
     assert rig.num_reused() == NUM_TOKENS
 
 
-def test_a_copy_that_fails_on_another_rank_is_no_result(rig: Rig) -> None:
+def test_a_copy_that_fails_on_another_rank_is_no_result(rig):
     request = rig.loading()
     rig.forward._ranks = SimpleNamespace(least=lambda values: [False for _ in values])
     rig.labels.note(rig.req, REUSED)
@@ -443,7 +443,7 @@ FETCHED_S = 0.4
 """Seconds that two of three steps took. The third step is expected in half of that time."""
 
 
-def test_a_forward_waits_for_what_still_comes_at_its_rate(hasty: Rig) -> None:
+def test_a_forward_waits_for_what_still_comes_at_its_rate(hasty):
     request = hasty.loading(num_landed=2)
     time.sleep(FETCHED_S)
     late = [PLAN.steps[-1], 0, memoryview(bytes(NUM_TOKENS))]
@@ -453,7 +453,7 @@ def test_a_forward_waits_for_what_still_comes_at_its_rate(hasty: Rig) -> None:
     assert not request.load.cause
 
 
-def test_a_forward_does_not_wait_for_a_link_that_stalls(hasty: Rig) -> None:
+def test_a_forward_does_not_wait_for_a_link_that_stalls(hasty):
     request = hasty.loading(num_landed=2)
     time.sleep(FETCHED_S)
     assert hasty.end(hasty.launch(request))
@@ -461,7 +461,7 @@ def test_a_forward_does_not_wait_for_a_link_that_stalls(hasty: Rig) -> None:
     assert request.load.cause == "ForwardWaitExceeded"
 
 
-def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty: Rig) -> None:
+def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty):
     request = hasty.loading(num_landed=2)
     staging = request.source.staging
     wait = staging.wait

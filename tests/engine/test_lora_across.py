@@ -68,7 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
-def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
+def test_block_equals_the_oracle(team, sender, receiver, block):
     tokens = prompt(200, seed=700 + CASES.index((sender, receiver, block)))
     team.send(sender, tokens)
     reply = team.ask(receiver, tokens, droidspeak=team.models.controls(sender, block))
@@ -77,7 +77,7 @@ def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: 
     assert reply.provenance["location"].startswith("tcp://")
 
 
-def test_an_adapter_reads_its_base_elsewhere_without_a_profile(team: Team) -> None:
+def test_an_adapter_reads_its_base_elsewhere_without_a_profile(team):
     tokens = prompt(200, seed=800)
     team.send("base", tokens)
     reply = team.ask("upper", tokens)
@@ -90,7 +90,7 @@ def test_an_adapter_reads_its_base_elsewhere_without_a_profile(team: Team) -> No
     reply.assert_equals(team.models.expected("upper", "upper", tokens, EMPTY_SPAN))
 
 
-def test_an_activated_adapter_answers_as_it_would_without_its_bases_kv(team: Team) -> None:
+def test_an_activated_adapter_answers_as_it_would_without_its_bases_kv(team):
     asked = questions(seed=820)
     for reply in asked.values():
         team.send(BASE, reply.document)
@@ -108,7 +108,7 @@ def test_an_activated_adapter_answers_as_it_would_without_its_bases_kv(team: Tea
         assert provenance["not_invoked"] == (case == "never")
 
 
-def test_the_base_reads_elsewhere_what_came_before_an_invocation(team: Team) -> None:
+def test_the_base_reads_elsewhere_what_came_before_an_invocation(team):
     before = plain_prompt(160, 840)
     team.ask("judge", [*before, *INVOCATION, *plain_prompt(20, 841)])
     team.watcher.wait_for_model(before, team.models.model_id(BASE))

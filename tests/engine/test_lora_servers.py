@@ -80,19 +80,19 @@ def assert_case_equals_the_oracle(team: Team, sender: str, receiver: str, block:
 
 
 @pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
-def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
+def test_block_equals_the_oracle(team, sender, receiver, block):
     assert_case_equals_the_oracle(team, sender, receiver, block)
 
 
 @pytest.mark.slow
-def test_without_the_overlap_schedule(tmp_path: Path) -> None:
+def test_without_the_overlap_schedule(tmp_path):
     with team_in(tmp_path, **{"disable-overlap-schedule": True}) as team:
         for case in CASES:
             assert_case_equals_the_oracle(team, *case)
         assert_batch_equals_the_oracle(team)
 
 
-def test_decoded_tokens_are_part_of_the_shared_context(team: Team) -> None:
+def test_decoded_tokens_are_part_of_the_shared_context(team):
     tokens = prompt(150, seed=9)
     spoken = team.ask("wide", tokens, max_new_tokens=60)
     longer = [*tokens, *spoken.ids, *prompt(20, seed=10)]
@@ -105,7 +105,7 @@ def test_decoded_tokens_are_part_of_the_shared_context(team: Team) -> None:
     )
 
 
-def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
+def test_requests_of_one_batch_do_not_touch_each_other(team):
     assert_batch_equals_the_oracle(team)
 
 
@@ -114,7 +114,7 @@ def assert_batch_equals_the_oracle(team: Team) -> None:
     team.assert_batch_equals_the_oracle([BASE, *ADAPTERS], blocks, num_reading=10, num_plain=3)
 
 
-def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team) -> None:
+def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team):
     """The base also reads the adapter's KV: below the adapter's first layer both are the same
     model."""
     for name, sender in (("upper", BASE), (BASE, "upper")):
@@ -132,7 +132,7 @@ def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team)
         reply.assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
 
 
-def test_no_profile_no_reuse(team: Team) -> None:
+def test_no_profile_no_reuse(team):
     tokens = prompt(200, seed=500)
     team.ask("wide", tokens, max_new_tokens=1)
     reply = team.ask("narrow", tokens)
@@ -140,7 +140,7 @@ def test_no_profile_no_reuse(team: Team) -> None:
     reply.assert_equals(team.models.expected("narrow", "narrow", tokens, EMPTY_SPAN))
 
 
-def test_approximate_pages_are_no_source(team: Team) -> None:
+def test_approximate_pages_are_no_source(team):
     tokens = prompt(200, seed=501)
     team.ask(BASE, tokens, max_new_tokens=1)
     read = team.receive("wide", BASE, tokens, Span(2, 5))
@@ -149,7 +149,7 @@ def test_approximate_pages_are_no_source(team: Team) -> None:
     assert second.provenance["outcome"] == "no_match"
 
 
-def test_tenants_share_nothing(team: Team) -> None:
+def test_tenants_share_nothing(team):
     tokens = prompt(200, seed=502)
     team.ask(BASE, tokens, max_new_tokens=1, extra_key="one")
     for key in ("two", None):
@@ -159,7 +159,7 @@ def test_tenants_share_nothing(team: Team) -> None:
     assert same.provenance["outcome"] == "reused"
 
 
-def test_a_user_of_the_base_leaves_nothing_for_an_adapter(team: Team) -> None:
+def test_a_user_of_the_base_leaves_nothing_for_an_adapter(team):
     tokens = prompt(200, seed=510)
     lora_id = LoRARef.deterministic_id("upper", str(team.models.adapters["upper"]))
     team.ask(BASE, tokens, max_new_tokens=1, extra_key=lora_id)
@@ -168,11 +168,11 @@ def test_a_user_of_the_base_leaves_nothing_for_an_adapter(team: Team) -> None:
     reply.assert_equals(team.models.expected("upper", "upper", tokens, EMPTY_SPAN))
 
 
-def test_the_first_of_a_burst_leads(team: Team) -> None:
+def test_the_first_of_a_burst_leads(team):
     team.assert_the_first_of_a_burst_leads()
 
 
-def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Path) -> None:
+def test_other_weights_under_the_same_name_hit_nothing(team, tmp_path):
     tokens = prompt(200, seed=504)
 
     def load(seed: int) -> None:
@@ -241,7 +241,7 @@ class Reader:
         self._cache.close()
 
 
-def test_what_is_lossless_is_so_to_the_last_bit(team: Team) -> None:
+def test_what_is_lossless_is_so_to_the_last_bit(team):
     """The test compares KV, not only answers: of a model that has read another's KV, and of the
     same model alone."""
     tokens = prompt(200, seed=505)

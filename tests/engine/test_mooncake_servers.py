@@ -135,7 +135,7 @@ def reused_from(cluster: Cluster, texts: Iterator[str]) -> list[int]:
     raise AssertionError("nothing is reused")
 
 
-def test_what_is_killed_harms_no_answer(cluster: Cluster) -> None:
+def test_what_is_killed_harms_no_answer(cluster):
     """Two processes are killed, one after the other: the master, which forgets everything, and the
     engine that keeps the pages."""
     texts = iter(TEXTS)
@@ -167,7 +167,7 @@ def test_what_is_killed_harms_no_answer(cluster: Cluster) -> None:
         time.sleep(1)
 
 
-def test_one_command_starts_all_of_it(tmp_path: Path) -> None:
+def test_one_command_starts_all_of_it(tmp_path):
     """One command starts the example; one engine reads KV of the other; Ctrl-C ends everything."""
     file, ports = example(tmp_path)
     command = [sys.executable, "-m", "sglang_droidspeak.cli", "up", str(file)]

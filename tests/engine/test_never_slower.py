@@ -12,7 +12,7 @@ from cachetree.planning import Costs
 
 
 @pytest.mark.long
-def test_the_chosen_plan_is_never_slower_than_a_full_prefill_and_near_the_best() -> None:
+def test_the_chosen_plan_is_never_slower_than_a_full_prefill_and_near_the_best():
     """Over links from 0.05 to 50 GB/s, 100 to 40,000 tokens, and 0 to 16 fetches beside it."""
     cells = sweep()
     report = summary(cells)
@@ -44,7 +44,7 @@ def _without_round_trip(costs: Costs) -> Costs:
 
 
 @pytest.mark.parametrize("change", [_without_backlog, _by_an_average, _without_round_trip])
-def test_what_is_left_out_would_make_it_slower(change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_would_make_it_slower(change, monkeypatch):
     costs = Server.costs
     monkeypatch.setattr(Server, "costs", lambda *args: change(costs(*args)))
     assert summary(sweep(100))["of_full"] > 1.1

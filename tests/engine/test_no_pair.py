@@ -12,7 +12,7 @@ from sglang_droidspeak.fleet.servers import running
 pytestmark = pytest.mark.server
 
 
-def test_outputs_are_byte_identical(tmp_path) -> None:
+def test_outputs_are_byte_identical(tmp_path):
     """One server keeps E of every layer and stores all KV. The other one runs without the
     extension."""
     config = shape("qwen3", layers=4, hidden=256, heads=4, kv_heads=2)

@@ -67,7 +67,7 @@ def test_pages_are_stored_with_e_unless_pages_before_them_were_loaded_without(nu
     assert rig.pages_of(Part(E_LAYER)) == ([] if num_loaded else PAGES)
 
 
-def test_pages_that_follow_stored_ones_are_copied_from_their_own_slots() -> None:
+def test_pages_that_follow_stored_ones_are_copied_from_their_own_slots():
     config = CacheConfig(host_bytes=1 << 20, staging_bytes=1 << 16, serves=False)
     with Cache(FAMILY, config) as cache:
         rig = Rig(cache)

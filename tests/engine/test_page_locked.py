@@ -41,7 +41,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     assert not runtime.locked, "left page-locked"
 
 
-def test_all_of_an_arena_is_locked_until_it_is_closed(runtime: Runtime) -> None:
+def test_all_of_an_arena_is_locked_until_it_is_closed(runtime):
     arena = Arena(1 << 19, page_locked)
     ((at, num_bytes),) = runtime.locked.items()
     loan = arena.take([Blocks(1 << 10, 1 << 9)])
@@ -52,13 +52,13 @@ def test_all_of_an_arena_is_locked_until_it_is_closed(runtime: Runtime) -> None:
     arena.close()
 
 
-def test_an_arena_that_is_dropped_is_let_go(runtime: Runtime) -> None:
+def test_an_arena_that_is_dropped_is_let_go(runtime):
     arena = Arena(1 << 19, page_locked)
     assert runtime.locked
     del arena
 
 
-def test_what_cannot_be_locked_is_one_line_with_a_remedy(runtime: Runtime) -> None:
+def test_what_cannot_be_locked_is_one_line_with_a_remedy(runtime):
     with pytest.raises(
         ConfigError, match=r"cannot be page-locked \(CUDA error 2\); lower host_gb or"
     ) as caught:
@@ -66,7 +66,7 @@ def test_what_cannot_be_locked_is_one_line_with_a_remedy(runtime: Runtime) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_what_stays_locked_is_told(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_stays_locked_is_told(runtime, caplog):
     arena = Arena(1 << 19, page_locked)
     runtime.locked.clear()
     arena.close()

@@ -51,7 +51,7 @@ def prefix(row: int, start: int, stop: int, block: Span = MIDDLE) -> BlockTokens
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 7, 100])
-def test_pack_covers_every_token_once_in_order(max_tokens: int) -> None:
+def test_pack_covers_every_token_once_in_order(max_tokens):
     prefixes = [
         prefix(0, 0, 9),
         prefix(1, 5, 6, Span(1, 2)),
@@ -71,7 +71,7 @@ def test_pack_covers_every_token_once_in_order(max_tokens: int) -> None:
     assert seen == {p.row: list(p.tokens) for p in prefixes}
 
 
-def test_pack_fills_forwards() -> None:
+def test_pack_fills_forwards():
     assert len(list(pack([prefix(0, 0, 10), prefix(1, 0, 10)], 5))) == 4
 
 
@@ -79,18 +79,18 @@ def test_pack_fills_forwards() -> None:
     ("block", "span"),
     [(None, None), ("none", EMPTY_SPAN), ("all", Span(0, 6)), ("2:5", Span(2, 5))],
 )
-def test_controls_name_a_block(block: str | None, span: Span | None) -> None:
+def test_controls_name_a_block(block, span):
     assert Controls(block=block).requested(num_layers=6) == Requested(block=span)
 
 
 @pytest.mark.parametrize("block", ["5:2", "2:2", "2:7", "-1:3", "2", "a:b", ""])
-def test_controls_refuse_a_wrong_block(block: str) -> None:
+def test_controls_refuse_a_wrong_block(block):
     with pytest.raises(ValueError, match="block"):
         Controls(block=block).requested(num_layers=6)
 
 
 @pytest.mark.parametrize("params", [{"droidspeak": {"mod": "off"}}, {"droidspeak": 3}])
-def test_controls_refuse_what_they_do_not_know(params: dict) -> None:
+def test_controls_refuse_what_they_do_not_know(params):
     with pytest.raises(ValueError, match="droidspeak"):
         parse_controls(params)
 
@@ -99,21 +99,21 @@ def test_controls_refuse_what_they_do_not_know(params: dict) -> None:
     "params",
     [{"mode": "x\n" * 9999}, {"x\n" * 9999: 1}, {"block": "1\n" * 9999}, {"sender": "s" * 9999}],
 )
-def test_what_is_said_of_wrong_controls_is_one_short_line(params: dict) -> None:
+def test_what_is_said_of_wrong_controls_is_one_short_line(params):
     """The message is kept with the request, and logged."""
     with pytest.raises(ValueError, match="accepted in droidspeak") as refused:
         parse_controls({"droidspeak": params}).requested(6)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 700
 
 
-def test_controls_are_optional() -> None:
+def test_controls_are_optional():
     assert parse_controls(None) == parse_controls({"other": 1}) == Controls()
 
 
 @pytest.mark.parametrize(
     "peer", ["10.0.0.5", "10.0.0.5:8000", "http://10.0.0.5:8000", "tcp://10.0.0.5"]
 )
-def test_what_a_peer_has_as_well_is_looked_for_there(peer: str) -> None:
+def test_what_a_peer_has_as_well_is_looked_for_there(peer):
     """Other peers count only for pages, E and models that the named peer lacks."""
 
     def at(location: str, num_pages: int, e_pages: int, model: str = "m") -> Match:
@@ -156,7 +156,7 @@ def loading_request(deadline_s: float = 5.0) -> Request:
     return loading(plan, source, Span(48, 80), torch.arange(32), SimpleNamespace(rid="r1"))
 
 
-def test_a_load_reads_its_pages_of_the_staged_ones() -> None:
+def test_a_load_reads_its_pages_of_the_staged_ones():
     load = loading_request().load
     step = Step(Kind.KV, 0)
     load.source.staging.write(step, 0, memoryview(bytes(range(40))))
@@ -164,7 +164,7 @@ def test_a_load_reads_its_pages_of_the_staged_ones() -> None:
 
 
 @pytest.mark.parametrize("slots", [[5, 6, 7, 8], [8, 5, 6, 1, 2, 3], [4]])
-def test_a_host_pools_rows_are_read_written_and_copied_wherever_they_lie(slots: list[int]) -> None:
+def test_a_host_pools_rows_are_read_written_and_copied_wherever_they_lie(slots):
     pool: Any = SimpleNamespace(k_buffer=[torch.randn(32, 2, 3)], v_buffer=[torch.randn(32, 2, 3)])
     rows, buffers = rows_of(pool, Coding(Codec.NONE, 3)), (pool.k_buffer[0], pool.v_buffer[0])
     expected = torch.stack([buffer[slots] for buffer in buffers], 1)
@@ -198,7 +198,7 @@ def load_of(source: Any) -> Load:
     return Load(plan=plan, source=source, at=Span(48, 80), slots=torch.arange(32))
 
 
-def test_a_load_counts_the_bytes_and_the_time_of_its_copies(monkeypatch) -> None:
+def test_a_load_counts_the_bytes_and_the_time_of_its_copies(monkeypatch):
     seconds = iter([1.0, 1.5, 2.0, 2.25])
     monkeypatch.setattr(load_of_a_request, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     load = load_of(Pages())
@@ -207,7 +207,7 @@ def test_a_load_counts_the_bytes_and_the_time_of_its_copies(monkeypatch) -> None
     assert (load.copied_bytes, load.copied_s) == (20, 0.75)
 
 
-def test_what_is_given_up_ends_its_fetch_and_says_so() -> None:
+def test_what_is_given_up_ends_its_fetch_and_says_so():
     source, error = Pages(), FetchError("a test")
     load = load_of(source)
     load.abandon(error)
@@ -215,7 +215,7 @@ def test_what_is_given_up_ends_its_fetch_and_says_so() -> None:
     assert load.wait_staged(Deadline.after(5)) is error
 
 
-def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
+def test_waiting_for_layers_is_bounded_and_ends_only_that_wait():
     load = loading_request().load
     started_s = time.monotonic()
     error = load.wait_staged(Deadline.after(0.05))
@@ -228,7 +228,7 @@ def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
     assert load.wait_staged(Deadline.after(0.05)) is None
 
 
-def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded() -> None:
+def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded():
     load = loading_request(deadline_s=0.05).load
     with pytest.raises(DeadlineExceeded):
         load.source.staging.wait(load.plan.steps[0])
@@ -237,7 +237,7 @@ def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded() ->
     assert isinstance(load.wait_staged(Deadline.after(1.0)), DeadlineExceeded)
 
 
-def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None:
+def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other():
     request = loading_request()
     start_s = request.source.staging.started_s
     request.source.staging.completed_s = start_s + 1.0
@@ -259,7 +259,7 @@ def test_what_a_model_reads_of_its_own_here_is_called_own(sender, location, outc
     assert outcome_of(plan) == outcome
 
 
-def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
+def test_a_fallback_after_admission_says_how_long_it_was_held_back():
     request = loading_request()
     request.queued_s, request.load.error = 1.25, DeadlineExceeded("a test")
     request.source.staging.write(request.plan.steps[0], 0, memoryview(bytes(40)))
@@ -268,7 +268,7 @@ def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
     assert provenance.fetched_bytes == 40
 
 
-def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
+def test_a_caches_metrics_are_copied_and_counters_only_rise():
     registry = CollectorRegistry()
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
         metrics = CacheMetrics(cache.status, registry, beside=lambda: None)
@@ -287,7 +287,7 @@ def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
             assert budget == cache.tree.host_bytes
 
 
-def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm() -> None:
+def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm():
     registry, at = CollectorRegistry(), Location("tcp://10.0.0.2:30010")
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
         alone = cache.status()
@@ -317,7 +317,7 @@ def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm() -> Non
     assert told(*names) == [6, 10, 0, 8]
 
 
-def test_each_model_of_a_pair_has_one_name_at_a_time() -> None:
+def test_each_model_of_a_pair_has_one_name_at_a_time():
     metrics, sender, receiver = Metrics(enabled=False), "a" * 32, "b" * 32
     metrics.tell_pairs({(sender, receiver): SimpleNamespace(is_usable=True)})  # type: ignore[dict-item]
     for names in ({}, {sender: "base"}, {sender: "base", receiver: "expert"}):
@@ -331,7 +331,7 @@ def test_each_model_of_a_pair_has_one_name_at_a_time() -> None:
     }
 
 
-def test_a_hook_goes_on_top_of_another_plugins() -> None:
+def test_a_hook_goes_on_top_of_another_plugins():
     target = "sglang_droidspeak.hooked_in_tests.answer"
     module = sys.modules.setdefault(
         "sglang_droidspeak.hooked_in_tests", types.ModuleType("hooked_in_tests")
@@ -355,7 +355,7 @@ class Pieces:
         Coding(Codec.NONE, 2).store(values, target)
 
 
-def test_what_is_stored_is_gathered_in_pieces() -> None:
+def test_what_is_stored_is_gathered_in_pieces():
     """Without pieces, a copy of a long node would take as much device memory as the node itself."""
     slots, coding = torch.randperm(3000), Pieces()
     e = torch.arange(6000, dtype=torch.float32).view(3000, 2)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import msgspec
@@ -92,7 +91,7 @@ def test_the_command_shows_states_and_errors(info, capsys, monkeypatch):
     assert line in capsys.readouterr().out.splitlines()[1]
 
 
-def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsys: Any) -> None:
+def test_the_command_says_what_is_not_such_a_server(info, capsys):
     assert KEY not in info.internal_state
     assert main(["peers", info.url]) == 1
     assert capsys.readouterr().err == f"droidspeak: {info.url} runs without droidspeak\n"
@@ -103,7 +102,7 @@ def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsy
     assert "does not answer as an SGLang server does" in capsys.readouterr().err
 
 
-def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() -> None:
+def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready():
     address = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     config = CacheConfig(peers=tuple(address), serves=False, host_bytes=1 << 20)
     with serving(address[0]), Cache(FAMILY, config) as cache:
@@ -120,21 +119,21 @@ def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() ->
         assert (declined.outcome, declined.detail) == ("no_match", "1 of 2 peers not ready")
 
 
-def test_a_server_without_peers_says_so(info: SimpleNamespace, capsys: Any) -> None:
+def test_a_server_without_peers_says_so(info, capsys):
     info.internal_state = {KEY: {"peers": [], "savings": []}}
     assert main(["peers", info.url]) == 0
     assert "reads from no peer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("off", "status"), [("", 0), ("weights were updated", 1)])
-def test_guard_fails_if_the_server_reuses_nothing(off: str, status: int) -> None:
+def test_guard_fails_if_the_server_reuses_nothing(off, status):
     guard = {"shadow_rate": 0.0, "pairs": [], "suspects": [], "off": off, "names": {}}
     with answering(lambda _path, _question: (200, guard)) as url:
         assert main(["guard", url]) == status
 
 
 @pytest.mark.parametrize("command", ["peers", "guard", "doctor --url", "explain id --url"])
-def test_an_address_without_http_is_told_with_it(command: str, capsys: Any) -> None:
+def test_an_address_without_http_is_told_with_it(command, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*command.split(), "127.0.0.1:43001"])
     assert "127.0.0.1:43001 has no http://; write http://127" in capsys.readouterr().err

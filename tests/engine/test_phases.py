@@ -55,7 +55,7 @@ def request_in(phase: Phase) -> tuple[Request, CountingSource]:
 
 
 @pytest.mark.parametrize(("before", "after"), product(Phase, Phase))
-def test_what_does_not_follow_raises_and_changes_nothing(before: Phase, after: Phase) -> None:
+def test_what_does_not_follow_raises_and_changes_nothing(before, after):
     request, source = request_in(before)
     if (before, after) in LEGAL:
         request.reach(after)
@@ -68,7 +68,7 @@ def test_what_does_not_follow_raises_and_changes_nothing(before: Phase, after: P
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_who_settles_holds_no_source_and_released_it_once(phase: Phase) -> None:
+def test_who_settles_holds_no_source_and_released_it_once(phase):
     request, source = request_in(phase)
     for _ in range(2):
         request.settle()
@@ -76,19 +76,19 @@ def test_who_settles_holds_no_source_and_released_it_once(phase: Phase) -> None:
     assert source.num_released == (phase >= FETCHING)
 
 
-def test_what_one_rank_cannot_hold_the_others_release() -> None:
+def test_what_one_rank_cannot_hold_the_others_release():
     request, source = request_in(FETCHING)
     request.reach(PLANNED)
     assert (request.source, source.num_released) == (None, 1)
 
 
-def test_without_memory_nothing_is_fetched_yet() -> None:
+def test_without_memory_nothing_is_fetched_yet():
     request, _ = request_in(PLANNED)
     request.fetch(SimpleNamespace(of=lambda *_: None), None)  # type: ignore[arg-type]
     assert request.phase is PLANNED
 
 
-def test_slots_are_given_to_no_request_that_is_not_ready() -> None:
+def test_slots_are_given_to_no_request_that_is_not_ready():
     request, _ = request_in(FETCHING)
     with pytest.raises(IllegalTransition):
         request.begin_load(Span(0, 4 * PAGE), torch.arange(4 * PAGE))

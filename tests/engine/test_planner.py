@@ -107,7 +107,7 @@ def test_fewer_tokens_than_the_least_are_not_loaded(min_tokens, num_pages, is_en
     ("target_ms", "block"), [(None, Span(3, 6)), (1000, Span(2, 7)), (10_000, Span(0, 8))]
 )
 @pytest.mark.parametrize("asked_by", ["request", "server"])
-def test_a_ttft_target_is_milliseconds(asked_by: str, target_ms: float | None, block: Span) -> None:
+def test_a_ttft_target_is_milliseconds(asked_by, target_ms, block):
     """The blocks take 0.48, 0.8 and 1.28 s. Without a target the recommended block is chosen."""
     if asked_by == "server":
         decision = plan(ttft_target_ms=target_ms)
@@ -116,12 +116,12 @@ def test_a_ttft_target_is_milliseconds(asked_by: str, target_ms: float | None, b
     assert decision.plan.block == block
 
 
-def test_a_requests_own_target_counts() -> None:
+def test_a_requests_own_target_counts():
     decision = plan(ttft_target_ms=10_000, controls={"ttft_target_ms": 1000})
     assert decision.plan.block == Span(2, 7)
 
 
-def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() -> None:
+def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before():
     planner, _ = planned(10)
     before, after = (request_of([1, 2]) for _ in range(2))
     planner.meet(before)
@@ -130,7 +130,7 @@ def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() 
     assert prefixes.approximate_of(before) != prefixes.approximate_of(after)
 
 
-def test_while_the_weights_are_unknown_nothing_is_planned() -> None:
+def test_while_the_weights_are_unknown_nothing_is_planned():
     planner, _ = planned(10)
     req = request()
     assert planner.refusal(req) == ""
@@ -138,7 +138,7 @@ def test_while_the_weights_are_unknown_nothing_is_planned() -> None:
     assert planner.refusal(req) == "weights_updated"
 
 
-def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:
+def test_over_a_slow_link_a_full_prefill_is_taken_and_told():
     """Ten pages take 1.6 s. 70 MB of KV and 20 MB of E take 0.09 s over the fast link; over the
     slow link they take nine times as long as the pages."""
     decision = plan()
@@ -169,14 +169,14 @@ def test_at_admission_counts_what_the_device_has_by_then(exact, approximate, sav
 
 
 @pytest.mark.parametrize("held", [Held(8, 0), Held(0, 9)])
-def test_at_admission_an_experiment_goes_on_from_exact_kv(held: Held) -> None:
+def test_at_admission_an_experiment_goes_on_from_exact_kv(held):
     planner, decision = planned()
     demand = replace(decision.demand, first_approximate=None)
     assert planner.still_saves(decision.plan, demand, held)
 
 
 @pytest.mark.parametrize("peer", [None, "far", "http://other:8000", "nowhere"])
-def test_a_request_names_the_peer_to_look_at_first(peer: str | None) -> None:
+def test_a_request_names_the_peer_to_look_at_first(peer):
     """Both peers have the same pages, and the far one is predicted to be as fast."""
     other = Location("tcp://other:1")
     costs = replace(MEASURED, links=dict.fromkeys([FAR, other], Link(byte_s=1e-9)))
@@ -198,7 +198,7 @@ def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(location, f
     assert decision.patience.saving_s == pytest.approx(saving_s)
 
 
-def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
+def test_at_admission_what_was_fetched_costs_no_more_than_its_copies():
     """Seven pages of ten layers take 1.12 s in full, and have 70 MB."""
     for copy_byte_s, saves in ((0.0, True), (1.5e-8, True), (1.7e-8, False)):
         planner, decision = planned(sender=R)
@@ -241,8 +241,8 @@ def test_what_fits_into_the_staging_competes_with_what_is_there(num_there, locat
 
 @pytest.mark.parametrize(("measured_tokens", "is_covered"), [(160, True), (159, False)])
 def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measured(
-    measured_tokens: int, is_covered: bool
-) -> None:
+    measured_tokens, is_covered
+):
     """The prompt has 160 pages. If a request waited for the first 96 of them, it would read nothing
     when they are there."""
     planner, _ = planned(10)
@@ -296,8 +296,8 @@ def test_pages_on_the_device_in_the_own_namespace_are_no_match(lora_id, approxim
     ],
 )
 def test_experiment_is_a_block_that_is_asked_for_where_no_gate_decides(
-    gate: str, block: str | None, sender: ModelId, is_experiment: bool, is_approximate: bool
-) -> None:
+    gate, block, sender, is_experiment, is_approximate
+):
     """An experiment's KV is not found by other requests, and it reads no approximate KV."""
     planner, _ = planned(10, sender, {"block": block}, gate=gate)
     planner._pool.held = lambda *_: Held(0, 5)
@@ -306,7 +306,7 @@ def test_experiment_is_a_block_that_is_asked_for_where_no_gate_decides(
     assert decision.plan.pages.start == (0 if is_experiment or sender == R else 5)
 
 
-def test_request_follows_nobody_in_its_own_namespace() -> None:
+def test_request_follows_nobody_in_its_own_namespace():
     """The first request leaves its pages in SGLang's tree, where SGLang itself finds them for the
     second."""
     planner, _ = planned(10)
@@ -327,7 +327,7 @@ def test_request_follows_nobody_in_its_own_namespace() -> None:
     ("held", "saved_s"),
     [(Held(0, 0), 1.28), (Held(5, 0), 0.48), (Held(0, 5), 0.64), (Held(9, 0), 0), (Held(10, 0), 0)],
 )
-def test_nobody_waits_for_what_the_device_has(held: Held, saved_s: float) -> None:
+def test_nobody_waits_for_what_the_device_has(held, saved_s):
     """Two layers in ten are computed anew: of everything that the request reads, or of the part
     that is not approximate yet."""
     planner, _ = planned(10)
@@ -362,7 +362,7 @@ def test_who_has_a_plan_waits_for_what_more_would_save(block, sender, num_there,
     assert not leaders.follow(second, decision, TREE), "once is enough"
 
 
-def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
+def test_what_was_asked_for_by_name_is_not_thought_over():
     """Its wait is not limited by its saving either."""
     decision = plan(controls={"block": "3:6"}, gate="none")
     assert (decision.plan.block, decision.demand, decision.patience.saving_s) == (
@@ -373,7 +373,7 @@ def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     assert plan().demand is not None
 
 
-def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
+def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name():
     planner, decision = planned(controls={"block": "4:6"}, gate="none")
     planner.out_of_service = frozenset([PlanId(S, R, (4, 7), False)])
     assert planner.plan(planner.asked, PAGES, TREE, 0).plan == decision.plan
@@ -382,7 +382,7 @@ def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
     assert refused.outcome == "gate_failed" and "drift guard" in refused.detail
 
 
-def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
+def test_a_wrong_note_of_the_pool_is_mended_and_planned_without():
     """SGLang has evicted the pages. The next best location is read, if there is one."""
     planner, _ = planned(10)
     here, far = pool_of("a"), FAR

@@ -112,7 +112,7 @@ def shelf(model: Path, monkeypatch) -> Shelf:
     return made
 
 
-def test_what_is_noted_is_found(shelf: Shelf) -> None:
+def test_what_is_noted_is_found(shelf):
     pages = pages_of(6)
     shelf.insert(pages[:4])
     shelf.insert(pages, num_there=4)
@@ -122,7 +122,7 @@ def test_what_is_noted_is_found(shelf: Shelf) -> None:
     assert lock.slots.tolist() == list(range(PAGE, 5 * PAGE))
 
 
-def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> None:
+def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf):
     pages = pages_of(6)
     shelf.insert(pages)
     shelf.num_there = 3
@@ -133,14 +133,14 @@ def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> Non
     assert shelf.noted(pages) == 6
 
 
-def test_to_look_for_e_is_no_use_of_it(shelf: Shelf, monkeypatch) -> None:
+def test_to_look_for_e_is_no_use_of_it(shelf, monkeypatch):
     pages = pages_of(6)
     shelf.insert(pages)
     monkeypatch.setattr(shelf.tree, "match", lambda *_: pytest.fail("it counts as a use"))
     assert shelf.index.has(plan_of(6, Span(2, 4)), pages, None, None)
 
 
-def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
+def test_what_was_loaded_has_no_e(shelf):
     """Pages that were computed after loaded pages have E that no plan can use."""
     pages = pages_of(6)
     shelf.insert(pages, num_loaded=4)
@@ -151,7 +151,7 @@ def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
     assert shelf.e_pages(pages_of(8, seed=1)) == 4
 
 
-def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf: Shelf) -> None:
+def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf):
     """This holds even if a plan was made with the E of the evicted pages. Pages that are computed
     again have E."""
     pages = pages_of(6)
@@ -168,7 +168,7 @@ def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf: Shelf) -> N
     assert shelf.e_pages(pages) == 6
 
 
-def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf: Shelf) -> None:
+def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf):
     """Two requests compute the same pages at once. The one that loaded some is inserted first, and
     its slots stay."""
     pages = pages_of(6)
@@ -177,14 +177,14 @@ def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf: Shelf)
     assert shelf.e_pages(pages) == 0
 
 
-def test_what_was_inserted_unnoted_counts_as_without_e(shelf: Shelf) -> None:
+def test_what_was_inserted_unnoted_counts_as_without_e(shelf):
     """Such pages appear if their adapter was unknown when the pages came into the tree."""
     pages = pages_of(6)
     shelf.insert(pages, num_there=4)
     assert shelf.e_pages(pages) == 0
 
 
-def test_nobody_loads_what_another_rank_has_not_and_all_note_it(shelf: Shelf) -> None:
+def test_nobody_loads_what_another_rank_has_not_and_all_note_it(shelf):
     """Each rank notes what it has looked up itself, so another rank's notes may differ."""
     pages, asked = pages_of(6), []
     least = 5
@@ -199,7 +199,7 @@ def test_nobody_loads_what_another_rank_has_not_and_all_note_it(shelf: Shelf) ->
 
 
 @pytest.mark.parametrize("has_e", [True, False])
-def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e: bool) -> None:
+def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf, has_e):
     pages, adopted = pages_of(6), []
     shelf.insert(pages, num_loaded=0 if has_e else 2)
     tree: Any = SimpleNamespace(lock=lambda node: node, unlock=lambda node: None)
@@ -215,7 +215,7 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
-def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> None:
+def test_only_what_is_read_is_a_use_of_sglangs_tree(model, core):
     """Ranks look pages up at different times, but all of them have to evict the same pages."""
     sglangs = sglang_tree(core)
     index = PoolIndex(CacheTree(family_of(model), host_bytes=0), (2,), PAGE, NUM_SLOTS, Ranks(None))
@@ -255,8 +255,8 @@ def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> N
     [(0, True, 6), (2, True, 6), (4, True, 2), (0, False, 2)],
 )
 def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
-    shelf: Shelf, num_loaded: int, is_read: bool, e_pages: int
-) -> None:
+    shelf, num_loaded, is_read, e_pages
+):
     req = request_of(random_prompt(6 * PAGE, 1))
     pages = prefixes.pages_of(req, 6 * PAGE, PAGE)
     shelf.insert(pages[:2])
@@ -274,7 +274,7 @@ def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     assert (match.num_pages, match.e_pages[2]) == (6 if is_read else 2, e_pages)
 
 
-def test_no_more_is_noted_of_a_place_than_the_pool_can_hold(shelf: Shelf) -> None:
+def test_no_more_is_noted_of_a_place_than_the_pool_can_hold(shelf):
     """Pages that no request asked for are evicted first."""
     shared = pages_of(8)
     shelf.insert(shared)
@@ -286,7 +286,7 @@ def test_no_more_is_noted_of_a_place_than_the_pool_can_hold(shelf: Shelf) -> Non
     assert shelf.tree.remote.num_pages[pool_of("")] <= 2 * NUM_SLOTS // PAGE, "with E"
 
 
-def test_what_is_loaded_stays_noted_where_nobody_asks(shelf: Shelf) -> None:
+def test_what_is_loaded_stays_noted_where_nobody_asks(shelf):
     """Only the first rank plans, so the other ranks are never asked."""
     shared = pages_of(8)
     shelf.insert(shared)
@@ -297,7 +297,7 @@ def test_what_is_loaded_stays_noted_where_nobody_asks(shelf: Shelf) -> None:
     assert [shelf.noted(pages_of(8, seed)) for seed in (0, 1, 7)] == [8, 0, 8]
 
 
-def test_all_places_together_have_a_bound(shelf: Shelf) -> None:
+def test_all_places_together_have_a_bound(shelf):
     """Each place holds notes of pages that SGLang has evicted."""
     most = NUM_SLOTS // PAGE
     for place in range(10):
@@ -331,7 +331,7 @@ def test_to_note_again_what_is_noted_costs_no_more_than_a_look(shelf, monkeypatc
     shelf.insert(Counted(pages), num_there=6)
 
 
-def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf: Shelf) -> None:
+def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf):
     pages = pages_of(3)
     shelf.insert(pages)
     shelf.index.note("x", ADAPTED, pages, 0, 0)
@@ -341,7 +341,7 @@ def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf: Shelf) -> None:
     assert shelf.tree.match(pages) == []
 
 
-def test_models_are_known_by_content(model: Path, tmp_path: Path) -> None:
+def test_models_are_known_by_content(model, tmp_path):
     models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     upper = write_adapter(tmp_path / "upper", model, layers=[2, 3])
     lower = write_adapter(tmp_path / "lower", model, layers=[1], seed=1)
@@ -357,7 +357,7 @@ def test_models_are_known_by_content(model: Path, tmp_path: Path) -> None:
     assert (models.of("l"), models.first_differences(None)) == (None, {"upper": 2})
 
 
-def test_an_adapter_is_another_model_once_its_base_is(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_another_model_once_its_base_is(model, tmp_path):
     base = read_model_identity(model)
     other = msgspec.structs.replace(base, weights="other")
     models, adapter = Models(base, 4, adapter_digest), write_adapter(tmp_path / "a", model)
@@ -400,7 +400,7 @@ def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(model, tmp
         models.add("other", folder)
 
 
-def test_an_activated_adapter_of_the_head_is_not_loaded(model: Path, tmp_path: Path) -> None:
+def test_an_activated_adapter_of_the_head_is_not_loaded(model, tmp_path):
     models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     folder = write_adapter(tmp_path / "a", model)
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -412,7 +412,7 @@ def test_an_activated_adapter_of_the_head_is_not_loaded(model: Path, tmp_path: P
     assert not loaded and not models.is_reading("a") and not models.invocation("a")
 
 
-def test_an_adapter_is_read_beside_the_scheduler(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_read_beside_the_scheduler(model, tmp_path):
     """The adapter answers requests at once (from its invocation token on if it has one). Its KV is
     shared as soon as its weights are known."""
     may_read = threading.Event()
@@ -447,7 +447,7 @@ def test_an_adapter_that_cannot_be_read_is_unknown(model, tmp_path, caplog):
     assert "adapter a shares with no other model: '<' not supported" in caplog.text
 
 
-def test_an_adapter_that_two_ranks_read_differently_is_unknown(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_two_ranks_read_differently_is_unknown(model, tmp_path):
     models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     ranks: Any = SimpleNamespace(least=lambda values: values, share=lambda *_: "another")
     models.load("a", write_adapter(tmp_path / "a", model), lambda: None)
@@ -481,7 +481,7 @@ def crowd(shelf: Shelf) -> Crowd:
     return made
 
 
-def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd) -> None:
+def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd):
     pages, longer = pages_of(4), [*pages_of(3), *pages_of(2, seed=5)]
     first, second, same = request("1"), request("2", "x"), request("3")
     assert follow(crowd.leaders, first, pages) is None
@@ -494,7 +494,7 @@ def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd)
     assert following.may_be_planned(), "all that both have"
 
 
-def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd) -> None:
+def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd):
     """A leader is also followed until it has left the queue for good, for example when it is
     aborted. Then it is forgotten."""
     pages = pages_of(4)
@@ -547,7 +547,7 @@ def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
-def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) -> None:
+def test_who_reads_nobody_leads_and_does_not_follow(crowd, outcome):
     pages, first = pages_of(4), request("1")
     assert follow(crowd.leaders, first, pages, Declined(outcome)) is None
     other = request("2", "x")
@@ -557,7 +557,7 @@ def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) 
 
 @pytest.mark.parametrize("tenant", [None, "tenant"])
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
-def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: str | None) -> None:
+def test_approximate_kv_has_a_namespace_of_its_own(tenant, lora_id):
     """The namespace has the same tenant and adapter, and hashes that other servers understand."""
     key = (tenant or "") + (lora_id or "") or None  # As SGLang makes it.
     tokens = random_prompt(4 * PAGE, 1)
@@ -578,7 +578,7 @@ def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: 
 
 @pytest.mark.parametrize("key", [None, "", "t"])
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
-def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | None) -> None:
+def test_pages_are_named_as_sglang_names_them(key, lora_id):
     """SGLang distinguishes an empty key from no key. A conversion to SGLang's names and back keeps
     the names."""
     req = unsent(random_prompt(4 * PAGE, 1), lora_id, key, None)
@@ -594,14 +594,14 @@ def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | No
 
 
 @pytest.mark.long
-def test_all_ranks_of_a_server_name_approximate_kv_alike() -> None:
+def test_all_ranks_of_a_server_name_approximate_kv_alike():
     """SGLang can check that its ranks look up the same keys."""
     anybody: Any = SimpleNamespace(lora_id=None)
     with multiprocessing.get_context("spawn").Pool(1) as ranks:
         assert ranks.apply(prefixes.approximate_of, [anybody]) == prefixes.APPROXIMATE
 
 
-def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch):
     """A user who knows the code or has another server cannot find such a key. Approximate KV under
     a user's key would be read as exact."""
     spec = importlib.util.find_spec(prefixes.__name__)
@@ -659,7 +659,7 @@ def test_no_extra_key_of_a_user_names_an_adapters_kv(model, tmp_path, core, is_a
     assert again.extra_key == user.extra_key, "what it left may still be there"
 
 
-def test_nor_where_the_users_own_adapter_is_never_invoked(model: Path, tmp_path: Path) -> None:
+def test_nor_where_the_users_own_adapter_is_never_invoked(model, tmp_path):
     models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     sql, judge = (LoRARef.deterministic_id(name, name) for name in ("sql", "judge"))
     for lora_id in (sql, judge):
@@ -672,7 +672,7 @@ def test_nor_where_the_users_own_adapter_is_never_invoked(model: Path, tmp_path:
         assert (user.lora_id, user.extra_key) == (None, f"{sql}~{prefixes.SECRET}")
 
 
-def test_any_other_extra_key_stays_as_it_is() -> None:
+def test_any_other_extra_key_stays_as_it_is():
     lora_id, other = (LoRARef.deterministic_id(name, "/models") for name in "ab")
     for key, of in ((None, None), ("", None), ("tenant", None), (other, None), (lora_id, other)):
         req = unsent([1, 2], of, key, None)
@@ -682,7 +682,7 @@ def test_any_other_extra_key_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
-def test_a_generation_reads_no_approximate_kv_of_another(lora_id: str | None) -> None:
+def test_a_generation_reads_no_approximate_kv_of_another(lora_id):
     """A request reads the same exact KV, whichever of the two generations it looks for when it
     joins."""
     reqs = [request("r", lora_id, extra_key="tenant" + (lora_id or "")) for _ in range(3)]
@@ -699,7 +699,7 @@ def test_a_generation_reads_no_approximate_kv_of_another(lora_id: str | None) ->
     ]
 
 
-def test_what_the_device_has_of_either_kind(shelf: Shelf, monkeypatch) -> None:
+def test_what_the_device_has_of_either_kind(shelf, monkeypatch):
     monkeypatch.setattr(
         prefixes,
         "num_held",

@@ -132,7 +132,7 @@ def in_order(replies: dict[str, Future[Answer]]) -> list[str]:
     return sorted(ended, key=lambda name: ended[name].meta["request_finished_ts"])
 
 
-def test_who_is_held_lets_others_by_and_goes_by_priority_once_fetched(rig: Rig) -> None:
+def test_who_is_held_lets_others_by_and_goes_by_priority_once_fetched(rig):
     """The requests that wait for a fetch came first, and one of them has the highest priority of
     all."""
     wanted = {

@@ -122,7 +122,7 @@ def receiver(drawn: Drawn, tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.mark.alone
-def test_the_seconds_saved_are_those_that_a_client_measures(receiver: Server, drawn: Drawn) -> None:
+def test_the_seconds_saved_are_those_that_a_client_measures(receiver, drawn):
     """The tolerance covers noise of single times."""
     controls = {"reuse": {"block": literal(drawn.blocks[1])}, "full": {"mode": "off"}}
     seconds = dict.fromkeys(controls, 0.0)

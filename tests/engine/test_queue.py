@@ -146,8 +146,8 @@ def test_who_is_held_back_keeps_the_place(held, admitted, retracted, seen, left)
     ],
 )
 def test_priorities_decide_who_is_planned_and_who_could_have_run(
-    held: str, admitted: str, preempted: str, seen: str, left: str, could_run: str
-) -> None:
+    held, admitted, preempted, seen, left, could_run
+):
     step = Round("abcd", held, priorities="13197")
     assert step.run(admitted, preempted) == left
     assert (step.planned, step.seen) == ("dbac", seen)
@@ -157,7 +157,7 @@ def test_priorities_decide_who_is_planned_and_who_could_have_run(
         assert step.planned == "xbac", "who was preempted goes by its priority again"
 
 
-def test_nobody_is_lost_where_a_step_fails() -> None:
+def test_nobody_is_lost_where_a_step_fails():
     step = Round("abcd", "ac")
     with pytest.raises(RuntimeError, match="a test"):
         step.run("b", fails=True)
@@ -179,8 +179,8 @@ def test_nobody_is_lost_where_a_step_fails() -> None:
     ],
 )
 def test_which_held_requests_a_step_could_have_taken(
-    taken: str, is_in_chunks: bool, is_full: bool, num_slots: int, could_run: str
-) -> None:
+    taken, is_in_chunks, is_full, num_slots, could_run
+):
     step = Round("abcd", "ac")
     for req in step.scheduler.waiting_queue:
         req.priority = 20 if req.rid == "a" else 10
@@ -192,7 +192,7 @@ def test_which_held_requests_a_step_could_have_taken(
     assert step.passed_over == list(could_run)
 
 
-def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
+def test_a_retracted_request_waits_again_beside_another_and_is_told_once():
     """The first answer was still being made at the second reading, as in SGLang's overlap
     schedule."""
     outcomes: Counter[str] = Counter()
@@ -231,7 +231,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     assert cache.memory.lent_bytes == 0
 
 
-def test_what_the_pool_has_no_more_takes_no_slots() -> None:
+def test_what_the_pool_has_no_more_takes_no_slots():
     """SGLang may evict such pages while the request waits, until their slots are given to it."""
     in_pool = replace(PLAN, location=Location("pool:another"))
     locks = iter([None, PoolPages(torch.arange(4 * PAGE))])
@@ -247,7 +247,7 @@ def test_what_the_pool_has_no_more_takes_no_slots() -> None:
     assert waiting.take("r1", keys, torch.arange(4 * PAGE))
 
 
-def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> None:
+def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back():
     cache, req = Asked(), request()
     waiting, _ = waiting_with(cache, meter=FakeMeter(recompute=SLOW))
     assert look(waiting, req)
@@ -287,7 +287,7 @@ class Held:
             self._cache.stagings[0].write(step, 0, memoryview(bytes(STEP_BYTES)))
 
 
-def test_without_e_nothing_is_recomputed_however_fast_the_rest_arrives() -> None:
+def test_without_e_nothing_is_recomputed_however_fast_the_rest_arrives():
     held = Held()
     assert held.is_held()
     held.land(FIRST_KV, LAST_KV)
@@ -297,14 +297,14 @@ def test_without_e_nothing_is_recomputed_however_fast_the_rest_arrives() -> None
     assert not held.is_held()
 
 
-def test_with_e_the_rest_may_arrive_beside_the_recompute() -> None:
+def test_with_e_the_rest_may_arrive_beside_the_recompute():
     held = Held()
     assert held.is_held()
     held.land(E)
     assert not held.is_held()
 
 
-def test_a_source_that_is_gone_leaves_no_hit_behind() -> None:
+def test_a_source_that_is_gone_leaves_no_hit_behind():
     """SGLang forgets a hit where it loads it, and where a request is aborted."""
     waiting, req, wrapper = MagicMock(), request(), SimpleNamespace(hit_markers={})
     queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None))

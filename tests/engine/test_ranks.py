@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,7 +115,7 @@ def lost_by(ranks: Ranks) -> str:
 
 
 @pytest.mark.long
-def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
+def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
@@ -150,7 +149,7 @@ def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
     ]
 
 
-def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_asks_nobody(monkeypatch):
     for call in ("broadcast", "all_reduce"):
         monkeypatch.delattr(torch.distributed, call)
     ranks = Ranks(None)

@@ -119,7 +119,7 @@ def test_stored_pages_are_named_for_their_owner_by_its_part_of_the_prompt(num_ow
 
 
 @pytest.mark.parametrize("fields", NEVER.values(), ids=NEVER)
-def test_it_is_neither_planned_nor_held_nor_stored(fields: dict[str, Any]) -> None:
+def test_it_is_neither_planned_nor_held_nor_stored(fields):
     req = request(**fields)
     assert refusal(req)
     held, planner = look(req)
@@ -129,12 +129,12 @@ def test_it_is_neither_planned_nor_held_nor_stored(fields: dict[str, Any]) -> No
         put_or_noted.assert_not_called()
 
 
-def test_what_an_unknown_adapter_has_computed_is_neither_stored_nor_noted() -> None:
+def test_what_an_unknown_adapter_has_computed_is_neither_stored_nor_noted():
     for put_or_noted in inserted(request(), owner=None):
         put_or_noted.assert_not_called()
 
 
-def test_any_other_request_is_planned_and_stored() -> None:
+def test_any_other_request_is_planned_and_stored():
     req = request()
     assert not refusal(req)
     look(req)[1].plan.assert_called_once()
@@ -144,7 +144,7 @@ def test_any_other_request_is_planned_and_stored() -> None:
     noted.assert_called_once()
 
 
-def test_what_descends_from_approximate_kv_is_let_go_in_its_turn() -> None:
+def test_what_descends_from_approximate_kv_is_let_go_in_its_turn():
     """The node is never offered again, because it does not become exact."""
     req = request()
     prefixes.move(req, approximate=True)
@@ -153,7 +153,7 @@ def test_what_descends_from_approximate_kv_is_let_go_in_its_turn() -> None:
     noted.assert_not_called()
 
 
-def test_where_nothing_is_stored_a_node_is_let_go_once_and_not_offered_again() -> None:
+def test_where_nothing_is_stored_a_node_is_let_go_once_and_not_offered_again():
     inserted(request(), is_stopped=True)[0].assert_called_once_with(None)
 
 
@@ -170,7 +170,7 @@ def test_what_comes_after_a_node_that_is_let_go_is_stored(offloader, monkeypatch
     assert (stored, offloader.num_done) == ([node], 2)
 
 
-def test_a_node_that_fails_is_let_go(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_fails_is_let_go(offloader, monkeypatch):
     """The pages behind the node have no parent in the cache."""
     turns = iter([1, 0, 1])
     monkeypatch.setattr(Offloader, "_store", lambda *_: 1 / next(turns))
@@ -182,7 +182,7 @@ def test_a_node_that_fails_is_let_go(offloader: Offloader, monkeypatch: pytest.M
     assert (offloader.num_done, offloader.num_results, offloader.storing) == (3, 0, None)
 
 
-def test_so_many_nodes_are_in_flight_until_sglang_knows_of_them(offloader: Offloader) -> None:
+def test_so_many_nodes_are_in_flight_until_sglang_knows_of_them(offloader):
     for _ in range(insertions.MAX_IN_FLIGHT):
         assert offloader.put(None)
     while offloader.num_results < insertions.MAX_IN_FLIGHT:
@@ -214,11 +214,11 @@ def offloader() -> Iterator[Offloader]:
         ({"logprob_start_len": 0}, 4),
     ],
 )
-def test_no_page_is_reused_after_a_wanted_logprob(fields: dict[str, Any], num_pages: int) -> None:
+def test_no_page_is_reused_after_a_wanted_logprob(fields, num_pages):
     assert reusable_pages(request(**fields), PAGE) == page_hashes(TOKENS)[:num_pages]
 
 
-def test_the_last_token_is_always_computed() -> None:
+def test_the_last_token_is_always_computed():
     req = request()
     req.origin_input_ids = array("q", TOKENS[: 2 * PAGE])
     req.refresh_fill_ids()

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from sglang.srt.eplb import expert_distribution as experts
 
@@ -15,7 +14,7 @@ from sglang_droidspeak.engine import replay
 from sglang_droidspeak.engine.replay import _extending, prepared
 
 
-def test_embeddings_of_other_rows_are_not_taken_along() -> None:
+def test_embeddings_of_other_rows_are_not_taken_along():
     """SGLang puts requests with embeddings for some tokens into a batch with requests that have
     tokens alone."""
     batch = SimpleNamespace(
@@ -37,7 +36,7 @@ def test_embeddings_of_other_rows_are_not_taken_along() -> None:
     assert batch.input_embeds is not None, "SGLang's own batch is as it was"
 
 
-def test_a_recording_of_experts_has_none_of_a_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_of_experts_has_none_of_a_recompute(monkeypatch):
     """SGLang's models name the layer in which they are. No model does so here, and a recording
     would raise."""
     recorder: Any = object.__new__(experts._ExpertDistributionRecorderReal)

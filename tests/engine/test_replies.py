@@ -59,7 +59,7 @@ def request(
 BEFORE = {"publish": "before_reply"}
 
 
-def test_an_answer_waits_until_its_pages_are_stored_and_known() -> None:
+def test_an_answer_waits_until_its_pages_are_stored_and_known():
     streamer = Streamer()
     waits = request("waits", **BEFORE)
     goes_on = request("goes on", is_finished=False, **BEFORE)
@@ -80,7 +80,7 @@ def test_an_answer_waits_until_its_pages_are_stored_and_known() -> None:
     assert streamer.labelled == streamer.sent, "of what it has read until it is sent"
 
 
-def test_what_sglang_prefills_for_all_samples_does_not_keep_them_waiting() -> None:
+def test_what_sglang_prefills_for_all_samples_does_not_keep_them_waiting():
     streamer = Streamer()
     stored = request("stored", max_new_tokens=0, **BEFORE)
     samples = [request(it, n=2, **BEFORE) for it in ("first", "second")]
@@ -88,7 +88,7 @@ def test_what_sglang_prefills_for_all_samples_does_not_keep_them_waiting() -> No
     assert streamer.sent == ["for all"]
 
 
-def test_who_has_the_id_of_one_that_waits_is_answered_and_labelled() -> None:
+def test_who_has_the_id_of_one_that_waits_is_answered_and_labelled():
     """The first rank has answered the waiting request, so its id is free again."""
     streamer = Streamer()
     streamer.stream(request("r1", **BEFORE))
@@ -97,28 +97,28 @@ def test_who_has_the_id_of_one_that_waits_is_answered_and_labelled() -> None:
 
 
 @pytest.mark.parametrize("custom", [5, "x", [1], {"droidspeak": 5}], ids=str)
-def test_custom_params_of_another_type_do_not_end_the_scheduler(custom: Any) -> None:
+def test_custom_params_of_another_type_do_not_end_the_scheduler(custom):
     streamer, odd = Streamer(), request("odd")
     odd.sampling_params.custom_params = custom
     streamer.stream(odd)
     assert streamer.sent == ["odd"]
 
 
-def test_what_is_published_already_waits_for_nothing() -> None:
+def test_what_is_published_already_waits_for_nothing():
     streamer = Streamer()
     streamer.num_done, streamer.is_known = 2, True
     streamer.stream(request("waits", **BEFORE))
     assert streamer.sent == ["waits"]
 
 
-def test_no_answer_waits_for_ever() -> None:
+def test_no_answer_waits_for_ever():
     streamer = Streamer(patience_s=0.0)
     streamer.stream(request("waits", **BEFORE))
     assert streamer.sent == ["waits"]
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_an_idle_server_looks_again_soon(waits: bool) -> None:
+def test_an_idle_server_looks_again_soon(waits):
     streamer, slept = Streamer(), []
     if waits:
         streamer.stream(request("waits", **BEFORE))

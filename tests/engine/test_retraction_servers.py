@@ -95,7 +95,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 SEED = int(os.environ.get("DROIDSPEAK_TEST_SEED", "0")) or Random().randrange(1, 1 << 30)
 
 
-def test_what_is_held_as_exact_is_exact_and_every_answer_says_what_it_read(rig: Rig) -> None:
+def test_what_is_held_as_exact_is_exact_and_every_answer_says_what_it_read(rig):
     print(f"DROIDSPEAK_TEST_SEED={SEED}")
     seeds = [Random(SEED + number) for number in range(NUM_TALKS)]
     with ThreadPoolExecutor(NUM_TALKS) as pool:

@@ -110,7 +110,7 @@ FULL_S = TOKEN_S * (NUM_TOKENS + NUM_NEW)
 """Seconds that a client waits without reuse."""
 
 
-def test_one_request_saves_what_its_client_would_have_waited_for(rig: Rig) -> None:
+def test_one_request_saves_what_its_client_would_have_waited_for(rig):
     request = rig.loading()
     request.match_s = 0.02
     rig.now.now_s += 0.02
@@ -120,14 +120,14 @@ def test_one_request_saves_what_its_client_would_have_waited_for(rig: Rig) -> No
     assert rig.saved_s == (FULL_S - 0.42, 0)
 
 
-def test_a_wait_in_which_no_step_could_have_taken_it_costs_nothing(rig: Rig) -> None:
+def test_a_wait_in_which_no_step_could_have_taken_it_costs_nothing(rig):
     request = rig.loading()
     rig.now.now_s += 10.0
     rig.run(request, takes_s=0.3)
     assert rig.saved_s == (FULL_S - 0.3, 0)
 
 
-def test_a_wait_for_another_request_that_computes_the_same_costs_nothing(rig: Rig) -> None:
+def test_a_wait_for_another_request_that_computes_the_same_costs_nothing(rig):
     request = rig.loading()
     request.pass_over()
     rig.now.now_s += 5.0
@@ -137,26 +137,26 @@ def test_a_wait_for_another_request_that_computes_the_same_costs_nothing(rig: Ri
     assert rig.saved_s == (FULL_S - 0.4, 0)
 
 
-def test_requests_of_a_batch_share_its_time_by_their_work(rig: Rig) -> None:
+def test_requests_of_a_batch_share_its_time_by_their_work(rig):
     """A third request loads nothing. Of 48 new tokens each request has 16, and loaded tokens cost
     nothing."""
     rig.run(rig.loading(), rig.loading("r2"), takes_s=0.6, num_others=1)
     assert rig.saved_s == (2 * FULL_S - 0.4, 0)
 
 
-def test_a_slow_reuse_is_a_loss(rig: Rig) -> None:
+def test_a_slow_reuse_is_a_loss(rig):
     rig.run(rig.loading(), takes_s=2 * FULL_S)
     rig.run(rig.loading(), takes_s=0.5 * FULL_S)
     assert rig.saved_s == (0.5 * FULL_S, FULL_S)
 
 
-def test_nothing_is_counted_while_the_devices_speed_is_unknown(rig: Rig) -> None:
+def test_nothing_is_counted_while_the_devices_speed_is_unknown(rig):
     rig.forward._meter.mean_prefill_s = lambda *_: None
     rig.run(rig.loading(), takes_s=0.3)
     assert rig.saved_s == (0, 0)
 
 
-def test_a_request_that_waited_in_vain_has_lost_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waited_in_vain_has_lost_its_wait(monkeypatch):
     now = Now(monkeypatch)
     cache, req = Asked(now), request()
     planner = planner_of(is_experiment=False, patience=Patience(saving_s=1.0))
@@ -169,13 +169,13 @@ def test_a_request_that_waited_in_vain_has_lost_its_wait(monkeypatch: pytest.Mon
     assert labels.savings == [pytest.approx(-1.5)]
 
 
-def test_tokens_are_counted_as_exact_or_approximate(rig: Rig) -> None:
+def test_tokens_are_counted_as_exact_or_approximate(rig):
     rig.run(rig.loading(), takes_s=0.3)
     assert rig.metrics.reused_tokens.labels("approximate")._value.get() == NUM_TOKENS
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_an_answer_and_a_counter_say_how_many_tokens_are_approximate(is_aborted: bool) -> None:
+def test_an_answer_and_a_counter_say_how_many_tokens_are_approximate(is_aborted):
     metrics = Metrics(enabled=False)
     labels = Labels(metrics, ModelNames())
     for is_approximate in (True, False):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,7 +46,7 @@ def arguments(words: list[str]) -> Any:
     return prepare_server_args(words)
 
 
-def test_it_starts_what_the_dry_run_shows(started: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_it_starts_what_the_dry_run_shows(started, tmp_path, capsys):
     flags = [*MODEL, *SETTINGS, "--set", "host_gb=0.25", "--set", "gate=none"]
     with pytest.raises(Started):
         main([*flags, *OPTIONS])
@@ -74,7 +73,7 @@ def test_it_starts_what_the_dry_run_shows(started: list[str], tmp_path: Path, ca
     }
 
 
-def test_only_what_is_given_is_set(capsys: Any) -> None:
+def test_only_what_is_given_is_set(capsys):
     listen = ["--listen", "tcp://127.0.0.1:0", "--peer", "tcp://127.0.0.1:7002"]
     assert main([*MODEL, *listen, "--dry-run", "--", "--page-size", "32"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
@@ -83,7 +82,7 @@ def test_only_what_is_given_is_set(capsys: Any) -> None:
     assert extra == {"listen": "tcp://127.0.0.1:0", "peers": ["tcp://127.0.0.1:7002"]}
 
 
-def test_adapters_are_read_too(capsys: Any) -> None:
+def test_adapters_are_read_too(capsys):
     arguments = ["serve", "--model", str(OTHER), "--dry-run", "--", "--enable-lora", "--lora-paths"]
     assert main([*arguments, f"a={OTHER.with_name('receiver_lora')}"]) == 0
     assert "--lora-paths" in capsys.readouterr().out.partition("\n")[0]

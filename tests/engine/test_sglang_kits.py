@@ -61,7 +61,7 @@ def kits(name: str) -> tuple[type, ...]:
     from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 
     class RadixTreeMixin:
-        def test_radix_tree(self) -> None:
+        def test_radix_tree(self):
             random.seed(7)
             run_radix_attention_test(self.base_url)
 

@@ -41,12 +41,12 @@ CALLED_FOR_WHAT_IT_IS = {"envs", "app"}
 """Names that need no record: the settings, which are used by name, and FastAPI's app."""
 
 
-def test_the_installed_release_is_the_recorded_one() -> None:
+def test_the_installed_release_is_the_recorded_one():
     assert probe.compare(probe.installed()) == ([], [])
 
 
 @pytest.mark.parametrize("folder", [".", "platforms/torch_cpu"])
-def test_the_extra_installs_the_tested_release_and_nothing_else_installs_any(folder: str) -> None:
+def test_the_extra_installs_the_tested_release_and_nothing_else_installs_any(folder):
     """If another release such as a `.post1` or a vendor's build is installed, an installation
     without the extra leaves it in place."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
@@ -97,7 +97,7 @@ def test_a_folder_without_sglang_is_refused(tmp_path, capsys):
     assert "has no folder `sglang`" in capsys.readouterr().err
 
 
-def test_every_field_that_is_read_of_sglangs_objects_is_recorded() -> None:
+def test_every_field_that_is_read_of_sglangs_objects_is_recorded():
     recorded = {it.rpartition(".")[2]: set(names.split()) for it, names in release.FIELDS.items()}
     used = {it.rpartition(".")[2] for it in probe.USED}
     missing = [
@@ -118,7 +118,7 @@ def nodes() -> list[ast.AST]:
     return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
 
 
-def test_whatever_is_called_is_recorded() -> None:
+def test_whatever_is_called_is_recorded():
     """The record has every function and class that a module of the extension imports and calls,
     `f()`, or calls as an attribute of an import, `c.f()`."""
     names, everywhere = set(), nodes()
@@ -139,7 +139,7 @@ def test_whatever_is_called_is_recorded() -> None:
     assert names - made == set()
 
 
-def test_whatever_is_called_of_its_objects_is_recorded() -> None:
+def test_whatever_is_called_of_its_objects_is_recorded():
     used = {it.rpartition(".")[2] for it in probe.USED}
     missing = [
         ast.unparse(node.func)
@@ -151,7 +151,7 @@ def test_whatever_is_called_of_its_objects_is_recorded() -> None:
     assert missing == []
 
 
-def test_the_forwards_of_models_whose_layers_are_run_are_recorded() -> None:
+def test_the_forwards_of_models_whose_layers_are_run_are_recorded():
     """For each supported class, the record has the loop over its layers and the forward of one
     layer."""
     folder, names = "sglang.srt.models", set()
@@ -169,7 +169,7 @@ def test_the_forwards_of_models_whose_layers_are_run_are_recorded() -> None:
     assert names - probe.USED.keys() == set()
 
 
-def test_a_name_is_found_where_it_is_defined(tmp_path: Path) -> None:
+def test_a_name_is_found_where_it_is_defined(tmp_path):
     (tmp_path / "p").mkdir()
     (tmp_path / "p/a.py").write_text(
         "if True:\n    class A:\n        x: int = 0\n        y = 1\n"

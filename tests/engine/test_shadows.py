@@ -201,7 +201,7 @@ def guard(
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"n": 1, "regex": "a*"}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_compared_and_its_user_sees_nothing(stream: bool, params: Any) -> None:
+def test_an_answer_is_compared_and_its_user_sees_nothing(stream, params):
     """Runs that are compared are greedy, even if the user has asked for sampling."""
     manager = Manager(REUSED, guard())
     (replies,) = served(manager, asked(stream=stream, params=params))
@@ -217,14 +217,14 @@ def test_an_answer_is_compared_and_its_user_sees_nothing(stream: bool, params: A
     assert [it.sampling_params["temperature"] for it in (greedy, exact)] == [0, 0]
 
 
-def test_answers_about_one_document_name_it() -> None:
+def test_answers_about_one_document_name_it():
     manager = Manager(REUSED, guard())
     served(manager, asked("r1"), asked("r2"))
     one, two = (it.shadow for it in manager.heard)
     assert one and two and one.document == two.document and one.hour > 400_000
 
 
-def test_controls_of_the_user_are_those_of_the_greedy_run() -> None:
+def test_controls_of_the_user_are_those_of_the_greedy_run():
     manager = Manager(REUSED, guard())
     custom = {KEY: {"block": "2:5"}, "other": 1}
     served(manager, asked(params={"custom_params": custom}))
@@ -245,8 +245,8 @@ def test_controls_of_the_user_are_those_of_the_greedy_run() -> None:
     ids=["there", "evicted in part", "exact by now", "loaded again", "loaded by another plan"],
 )
 def test_a_greedy_run_reads_what_the_answer_has_read_or_tells_nothing(
-    labels: dict[str, Any], num_there: int, is_compared: bool
-) -> None:
+    labels, num_there, is_compared
+):
     manager = Manager(REUSED, guard())
     manager.there, manager.num_there = labels, num_there
     served(manager, asked())
@@ -254,7 +254,7 @@ def test_a_greedy_run_reads_what_the_answer_has_read_or_tells_nothing(
     assert (heard.shadow is not None) == is_compared == (not heard.missed)
 
 
-def test_ids_of_the_prompt_are_shown_to_who_asks() -> None:
+def test_ids_of_the_prompt_are_shown_to_who_asks():
     (replies,) = served(Manager(REUSED, guard()), asked(return_prompt_token_ids=True))
     assert replies[-1]["prompt_token_ids"] == PROMPT
 
@@ -271,7 +271,7 @@ def test_ids_of_the_prompt_are_shown_to_who_asks() -> None:
     ],
     ids=str,
 )
-def test_what_reused_nothing_approximate_has_no_shadow(label: dict[str, Any]) -> None:
+def test_what_reused_nothing_approximate_has_no_shadow(label):
     manager = Manager(label, guard())
     served(manager, asked())
     assert manager.heard == [] and len(manager.asked) == 1
@@ -288,7 +288,7 @@ def test_what_reused_nothing_approximate_has_no_shadow(label: dict[str, Any]) ->
     ],
     ids=lambda it: str(it).replace(ANSWERED, "answered"),  # A secret of each process.
 )
-def test_some_requests_go_as_they_came(options: dict[str, Any]) -> None:
+def test_some_requests_go_as_they_came(options):
     obj, came = asked(**options), []
     guard().generate(lambda *args: came.append(args), Manager(REUSED, guard()), obj)
     ((_, same, _),) = came
@@ -297,7 +297,7 @@ def test_some_requests_go_as_they_came(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("parts", [[KEY], [KEY, "cached_tokens"], ["prompt_token_ids"]], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_lacks_a_part_is_not_kept(parts: list[str], stream: bool) -> None:
+def test_an_answer_that_lacks_a_part_is_not_kept(parts, stream):
     """An aborted request has none of these parts if it was in no batch yet."""
     manager, alone = (Manager(REUSED, guard(it)) for it in (1.0, 0.0))
     manager.lacks = alone.lacks = tuple(parts)
@@ -305,7 +305,7 @@ def test_an_answer_that_lacks_a_part_is_not_kept(parts: list[str], stream: bool)
     assert manager.heard == [] and len(manager.asked) == 1
 
 
-def test_requests_are_chosen_by_their_ids() -> None:
+def test_requests_are_chosen_by_their_ids():
     manager = Manager(REUSED, guard(rate=0.2))
     served(manager, *(asked(f"r{i}") for i in range(40)))
     chosen = [it.rid for it in manager.asked if it.rid[0] == "r" and it.return_prompt_token_ids]
@@ -315,13 +315,13 @@ def test_requests_are_chosen_by_their_ids() -> None:
     assert len(again.heard) == len(chosen)
 
 
-def test_no_user_can_tell_which_ids_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_user_can_tell_which_ids_are_chosen(monkeypatch):
     places = [shadows.place_of(f"r{i}") for i in range(40)]
     monkeypatch.setattr(shadows, "_KEY", b"another server's")
     assert all(it != shadows.place_of(f"r{i}") for i, it in enumerate(places))
 
 
-def test_every_answer_of_a_suspect_is_compared() -> None:
+def test_every_answer_of_a_suspect_is_compared():
     manager = Manager(REUSED, guard(rate=0.2))
     manager.suspects = (PLAN,)
     rids = [f"r{i}" for i in range(40)]
@@ -337,7 +337,7 @@ def test_every_answer_of_a_suspect_is_compared() -> None:
     assert 2 <= len(manager.heard) - num <= 16, "another plan is not suspected"
 
 
-def test_every_answer_by_a_new_pair_is_compared_where_pairs_may_inherit() -> None:
+def test_every_answer_by_a_new_pair_is_compared_where_pairs_may_inherit():
     settings = Settings(guard_path="guard.json", shadow_rate=0.0, lines=("line.json",))
     manager = Manager(REUSED, Shadows(settings))
     served(manager, asked("r1"))
@@ -381,13 +381,13 @@ def test_a_run_makes_way_for_who_comes_and_is_tried_again(monkeypatch):
     assert [is_own(it.rid) for it in manager.asked] == [False, True, True, True]
 
 
-def test_runs_have_no_priority_of_their_user() -> None:
+def test_runs_have_no_priority_of_their_user():
     manager = Manager(REUSED, guard())
     served(manager, asked(priority=9))
     assert [it.priority for it in manager.asked] == [9, None, None]
 
 
-def test_a_busy_server_is_left_alone_until_the_deadline() -> None:
+def test_a_busy_server_is_left_alone_until_the_deadline():
     time = Sleepless()
     manager = Manager(REUSED, guard(deadline_s=1.0, clock=time.clock))
     served(manager, asked("r1"), asked("r2"), busy_s=10.0, loop=time.loop)
@@ -396,7 +396,7 @@ def test_a_busy_server_is_left_alone_until_the_deadline() -> None:
     assert len(manager.asked) == 2, "nothing else has run"
 
 
-def test_a_busy_server_compares_within_its_budget() -> None:
+def test_a_busy_server_compares_within_its_budget():
     time = Sleepless()
     manager = Manager(REUSED, guard(deadline_s=17.0, busy_share=0.2, clock=time.clock))
     manager.run_s = 1.0
@@ -407,7 +407,7 @@ def test_a_busy_server_compares_within_its_budget() -> None:
     assert sum(it.missed.get("dropped", 0) for it in manager.heard) == len(rids) - num_compared
 
 
-def test_a_budget_is_a_share_of_all_time_and_pays_back_what_a_long_run_took() -> None:
+def test_a_budget_is_a_share_of_all_time_and_pays_back_what_a_long_run_took():
     now = [0.0]
     budget = Budget(0.01, lambda: now[0])
     used_s = 0.0
@@ -420,7 +420,7 @@ def test_a_budget_is_a_share_of_all_time_and_pays_back_what_a_long_run_took() ->
     assert 93 <= used_s <= 107
 
 
-def test_no_more_than_so_many_wait() -> None:
+def test_no_more_than_so_many_wait():
     manager = Manager(REUSED, guard())
     served(manager, *(asked(f"r{i}") for i in range(MAX_WAITING + 10)))
     num_compared = sum(it.shadow is not None for it in manager.heard)
@@ -428,7 +428,7 @@ def test_no_more_than_so_many_wait() -> None:
     assert sum(it.missed.get("dropped", 0) for it in manager.heard) == 74 - num_compared
 
 
-def test_a_comparison_that_fails_is_counted_with_the_next(caplog: Any) -> None:
+def test_a_comparison_that_fails_is_counted_with_the_next(caplog):
     manager = Manager(REUSED, guard())
     manager.fails = True
     served(manager, asked("r1"))
@@ -454,7 +454,7 @@ def test_an_answer_of_replaced_weights_is_not_compared(lora_ids, outcome, caplog
 
 
 @pytest.mark.parametrize("now", [None, "v2"])
-def test_an_adapter_that_was_unloaded_is_not_asked_for(now: str | None) -> None:
+def test_an_adapter_that_was_unloaded_is_not_asked_for(now):
     """If it were asked for, SGLang would load it again."""
     manager = Manager(REUSED, guard())
 
@@ -470,7 +470,7 @@ def test_an_adapter_that_was_unloaded_is_not_asked_for(now: str | None) -> None:
     assert [(it.shadow, it.missed) for it in manager.heard] == [(None, {"dropped": 1})]
 
 
-def test_what_no_scheduler_heard_of_is_told_again(caplog: Any) -> None:
+def test_what_no_scheduler_heard_of_is_told_again(caplog):
     manager = Manager(REUSED, guard())
     manager.fails = True
     served(manager, asked("r1"))
@@ -482,7 +482,7 @@ def test_what_no_scheduler_heard_of_is_told_again(caplog: Any) -> None:
     assert [it.missed for it in manager.heard] == [{"failed": 2}]
 
 
-def test_a_client_that_goes_away_has_no_shadow() -> None:
+def test_a_client_that_goes_away_has_no_shadow():
     manager = Manager(REUSED, guard())
 
     async def leave() -> None:

@@ -74,7 +74,7 @@ def asked(url: str, tokens: Sequence[int], **more: Any) -> requests.Response:
     return reply
 
 
-def test_requests_pass_reuse_is_told_and_an_engine_that_dies_costs_nobody(tmp_path: Path) -> None:
+def test_requests_pass_reuse_is_told_and_an_engine_that_dies_costs_nobody(tmp_path):
     listen, profile = f"tcp://127.0.0.1:{free_port()}", str(PAIRS / "sender_to_receiver.json")
     options = {**CPU, "max-total-tokens": 4096}
     sender_spec = ServerSpec(

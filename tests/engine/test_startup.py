@@ -174,8 +174,8 @@ def test_memory_that_all_ranks_page_lock_has_to_be_free(model, monkeypatch, devi
     [(4, 2.0, 1.0), (24, 2.0, 1.0), (100, 6.2, 3.1), (128, 8.0, 4.0), (2048, 16.0, 8.0)],
 )
 def test_memory_that_is_not_set_is_a_share_of_the_hosts(
-    monkeypatch: pytest.MonkeyPatch, memory_gb: int, host_gb: float, staging_gb: float
-) -> None:
+    monkeypatch, memory_gb, host_gb, staging_gb
+):
     monkeypatch.setattr("profiles.environment.memory_bytes", lambda: memory_gb << 30)
     settings = parse_settings({})
     assert (settings.host_gb, settings.staging_gb) == (host_gb, staging_gb)
@@ -187,7 +187,7 @@ def test_memory_that_is_not_set_is_a_share_of_the_hosts(
     assert parse_settings(disk | {"disk_gb": 1e3}).host_gb == settings.host_gb
 
 
-def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
+def test_each_rank_has_memory_for_its_columns_of_e_alone(model):
     def bytes_per_token(*flags: str) -> int:
         server = load_this_server(server_args(model, {"capture_layers": [1, 3]}, *flags))
         return e_bytes_per_token(server, torch.bfloat16)
@@ -211,7 +211,7 @@ def test_what_copies_and_recomputes_work_with_is_left_out_of_the_kv_pool(model, 
         _leave_recompute(left_out, pool)
 
 
-def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
+def test_what_stays_in_memory_reaches_the_cache(model):
     extra = {"ttl_s": 60}
     server = load_this_server(server_args(model, extra))
     config = cache_config(server.settings, server.identity.model_id)
@@ -242,7 +242,7 @@ def test_page_size_is_raised_where_no_option_sets_it(
     assert capsys.readouterr().err.count("page_size is 16: ") == int(is_ours and not flags)
 
 
-def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
+def test_keys_reach_the_cache(model, tmp_path):
     _, key_file, public_file = write_key_pair(tmp_path, "here")
     extra = {
         "listen": "tcp://0.0.0.0:7002",
@@ -348,13 +348,13 @@ def accepted(model: Path) -> Any:
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED)
-def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, value: object) -> None:
+def test_what_sglang_resolved_is_refused_by_name(accepted, field, value):
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
         altered = Altered(accepted, field, value)
         refuse.check_arguments(altered, altered, None, ())
 
 
-def test_who_asks_for_no_quantisation_by_name_is_accepted(model: Path) -> None:
+def test_who_asks_for_no_quantisation_by_name_is_accepted(model):
     args = server_args(model, {}, "--quantization", "unquant")
     args.resolve_once()
     assert load_this_server(args).identity == read_model_identity(model)
@@ -374,19 +374,19 @@ def test_repositories_of_adapters_are_looked_for_once(model, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("value", ["auto", "safetensors", LoadFormat.RUNAI_STREAMER])
-def test_formats_that_read_the_checkpoints_files_are_accepted(accepted: Any, value: str) -> None:
+def test_formats_that_read_the_checkpoints_files_are_accepted(accepted, value):
     refuse.check_arguments(accepted, Altered(accepted, "load_format", value), None, ())
 
 
-def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
+def test_every_argument_that_is_looked_at_is_tried(accepted):
     seen = Altered(accepted, "", None)
     refuse.check_arguments(seen, seen, None, ())
     assert seen.asked == {field for field, _ in REFUSED}
 
 
 def test_a_quantisation_that_sglang_takes_from_the_checkpoint_is_not_the_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """SGLang does this with some models on Blackwell."""
     from sglang.srt.arg_groups.model_overrides import qwen3_moe
 
@@ -423,13 +423,13 @@ class OtherPool(Pool):
         (Pool(dtype=torch.float8_e4m3fn), "KV is kept in torch.float8_e4m3fn: scales"),
     ],
 )
-def test_a_kv_pool_that_is_no_plain_rows_is_refused(pool: Any, words: str) -> None:
+def test_a_kv_pool_that_is_no_plain_rows_is_refused(pool, words):
     refuse.check_kv_pool(Pool(), Pool)
     with pytest.raises(ConfigError, match=words):
         refuse.check_kv_pool(pool, Pool)
 
 
-def test_only_full_attention_has_a_tree_that_is_read() -> None:
+def test_only_full_attention_has_a_tree_that_is_read():
     refuse.check_tree_components({"FULL"})
     with pytest.raises(ConfigError, match="tree components FULL, SWA are not supported"):
         refuse.check_tree_components({"SWA", "FULL"})
@@ -441,7 +441,7 @@ def test_what_the_environment_switches_on_is_refused(model, monkeypatch, name):
     assert f"{name} is set: {refuse.VARIABLES[name]}" in refusal(model, {})
 
 
-def test_rocm_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_is_refused(model, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.3")
     assert "ROCm" in refusal(model, {})
 
@@ -482,7 +482,7 @@ def test_quantised_checkpoint_is_refused(model, tmp_path, config, name):
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 
 
-def test_quantised_weights_are_served_where_they_were_tried(model: Path, tmp_path: Path) -> None:
+def test_quantised_weights_are_served_where_they_were_tried(model, tmp_path):
     quantised = quantised_as(AWQ, model, tmp_path)
     line = refusal(quantised, {"gpu_tested_weights": ["gptq", "fp8"]})
     assert "make gpu" in line
@@ -508,13 +508,13 @@ def test_quantised_weights_are_served_where_they_were_tried(model: Path, tmp_pat
         (Quantization("w8a8_fp8", ""), ("fp8",), "only formats AWQ, GPTQ and FP8"),
     ],
 )
-def test_weights_as_sglang_runs_them(quantization: Quantization, tested: Any, words: str) -> None:
+def test_weights_as_sglang_runs_them(quantization, tested, words):
     expected = pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext()
     with expected:
         refuse.check_weights("there", quantization, tested)
 
 
-def test_each_rank_has_ports_of_its_own(model: Path) -> None:
+def test_each_rank_has_ports_of_its_own(model):
     extra = {
         "listen": "tcp://127.0.0.1:7001",
         "bulk_port": 7003,
@@ -536,7 +536,7 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["listen", "bulk_port"])
-def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: str) -> None:
+def test_a_port_in_use_is_found_before_weights_are_loaded(model, field):
     free = free_port(4)
     with socket.create_server(("127.0.0.1", free + 1)):
         line = refusal(model, {"http": free + 1})
@@ -548,7 +548,7 @@ def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: st
         assert "choose another port" in line
 
 
-def test_a_port_that_is_given_twice_is_found_before_weights_are_loaded(model: Path) -> None:
+def test_a_port_that_is_given_twice_is_found_before_weights_are_loaded(model):
     free = free_port(3)
     ports = {"listen": f"tcp://127.0.0.1:{free}", "http": str(free + 1)}
     check_front_end(server_args(model, ports))
@@ -562,13 +562,13 @@ def test_a_port_that_is_given_twice_is_found_before_weights_are_loaded(model: Pa
     assert f"http is 'http://127.0.0.1:{free + 1}', which cannot be bound" in line
 
 
-def test_a_port_that_sglang_may_not_take_may_be_taken(model: Path) -> None:
+def test_a_port_that_sglang_may_not_take_may_be_taken(model):
     """`sglang.Engine` has no HTTP server, but its default port is the same as a server's."""
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         check_front_end(server_args(model, {}, "--port", str(taken.getsockname()[1])))
 
 
-def test_a_folder_in_use_is_found_before_weights_are_loaded(model: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_found_before_weights_are_loaded(model, tmp_path):
     extra = {"disk_path": str(tmp_path), "disk_gb": 3}
     check_front_end(server_args(model, extra, "--tp-size", "2"))
     with contextlib.closing(Directory(tmp_path / "rank1", None)):
@@ -579,7 +579,7 @@ def test_a_folder_in_use_is_found_before_weights_are_loaded(model: Path, tmp_pat
     assert "of another family or release" in refusal(model, extra, "--tp-size", "2")
 
 
-def test_settings_of_a_file_are_those_of_the_server(model: Path, tmp_path: Path) -> None:
+def test_settings_of_a_file_are_those_of_the_server(model, tmp_path):
     path = tmp_path / "droidspeak.yaml"
     for text, words in (
         ("host_gb: [1", "not YAML"),
@@ -592,7 +592,7 @@ def test_settings_of_a_file_are_those_of_the_server(model: Path, tmp_path: Path)
     assert load_this_server(server_args(model, {"config": str(path)})).settings.host_gb == 1.5
 
 
-def test_no_choice_is_another_value_in_yaml(tmp_path: Path) -> None:
+def test_no_choice_is_another_value_in_yaml(tmp_path):
     """An unquoted `off` would be false in YAML."""
     path = tmp_path / "droidspeak.yaml"
     choices = {
@@ -631,7 +631,7 @@ def test_of_a_repository_only_what_is_served_is_loaded(tmp_path, monkeypatch):
     assert loaded == served.split()
 
 
-def test_rotations_by_the_whole_batch(model: Path, tmp_path: Path) -> None:
+def test_rotations_by_the_whole_batch(model, tmp_path):
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     file = copy / "config.json"
     config = json.loads(file.read_text())
@@ -644,7 +644,7 @@ def test_rotations_by_the_whole_batch(model: Path, tmp_path: Path) -> None:
             refuse.check_model(identity, str(copy))
 
 
-def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
+def test_profile_of_another_pair(model, tmp_path):
     own = read_model_identity(model)
     other = replace(own, weights="other")
     third = replace(own, weights="third")
@@ -660,7 +660,7 @@ def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
     assert [profile.receiver for profile in server.profiles] == [other]
 
 
-def test_two_profiles_of_one_pair(model: Path, tmp_path: Path) -> None:
+def test_two_profiles_of_one_pair(model, tmp_path):
     """Both profiles are named, or the folder in which they are. The same profile named twice counts
     as one."""
     own = read_model_identity(model)
@@ -679,7 +679,7 @@ def test_two_profiles_of_one_pair(model: Path, tmp_path: Path) -> None:
             assert f"{files[0]} and {files[1]} are of one pair" in line and "move one" in line
 
 
-def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path) -> None:
+def test_transition_layers_come_from_passed_profiles(model, tmp_path):
     own = read_model_identity(model)
     other = replace(own, weights="other")
     for passed, layers in ((True, (2,)), (False, ())):
@@ -705,7 +705,7 @@ def test_senders_are_those_of_usable_profiles_and_the_model_itself(model, tmp_pa
     assert server.senders == {own.model_id: frozenset(), good.model_id: frozenset({2})}
 
 
-def test_an_adapter_is_of_the_base_that_is_served(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_of_the_base_that_is_served(model, tmp_path):
     """The base counts as it was when it was loaded, even if its folder was overwritten or is
     gone."""
     base = shutil.copytree(model, tmp_path / "base")
@@ -743,7 +743,7 @@ def test_adapters_that_cannot_be_served_are_refused_before_weights_are_loaded(mo
     assert f"adapter weights {weights} are missing" in refused()
 
 
-def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None:
+def test_a_named_profile_has_to_have_passed(model, tmp_path):
     own = read_model_identity(model)
     path = tmp_path / "pair.json"
     other = replace(own, weights="other")
@@ -754,7 +754,7 @@ def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None
     assert [profile.passed for profile in server.profiles] == [False], "for measurements"
 
 
-def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path: Path) -> None:
+def test_maps_of_e_are_read_where_plans_with_them_are_used(model, tmp_path):
     own = read_model_identity(model)
     other, path = replace(own, weights="other"), tmp_path / "pair.json"
     width = own.hidden_size
@@ -787,7 +787,7 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     assert "all of its plans correct E; set e_correction to profile" in line
 
 
-def test_a_line_names_a_model_of_this_server(model: Path, tmp_path: Path) -> None:
+def test_a_line_names_a_model_of_this_server(model, tmp_path):
     own, path = read_model_identity(model), tmp_path / "line.json"
     extra = {"lines": [str(path)], "guard_path": str(tmp_path / "guard.json")}
     others = [replace(own, weights=it) for it in ("one", "two")]
@@ -813,7 +813,7 @@ def test_a_line_names_a_model_of_this_server(model: Path, tmp_path: Path) -> Non
     assert plain.weights.sketches is None and plain.lines == (), "no line, no work"
 
 
-def test_unreadable_profile(model: Path, tmp_path: Path) -> None:
+def test_unreadable_profile(model, tmp_path):
     path = tmp_path / "pair.json"
     path.write_text('{"version": 99}')
     assert "version 99" in refusal(model, {"profiles": [str(path)]})
@@ -821,7 +821,7 @@ def test_unreadable_profile(model: Path, tmp_path: Path) -> None:
     assert "not a pair profile" in refusal(model, {"profiles": [str(path)]})
 
 
-def test_unsupported_model_class(tmp_path: Path) -> None:
+def test_unsupported_model_class(tmp_path):
     config = shape("llama", layers=2, hidden=128, heads=2, kv_heads=2)
     (path,) = write_models(tmp_path, config, ["mpt"])
     raw = json.loads((path / "config.json").read_text())
@@ -833,7 +833,7 @@ def test_unsupported_model_class(tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in line and "GraniteForCausalLM" in line
 
 
-def test_another_sglang_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_sglang_is_refused_by_name(monkeypatch):
     probe.require_supported()
     monkeypatch.setattr(probe, "version", lambda _name: "0.5.99")
     with pytest.raises(ConfigError, match=r"supports SGLang 0\.5\.23, found 0\.5\.99"):
@@ -858,6 +858,6 @@ def test_launch_server_ends_with_one_line_before_it_reads_weights(model, tmp_pat
     assert not any("Traceback" in it or "Load weight" in it for it in said)
 
 
-def test_plugin_is_installed_as_an_entry_point() -> None:
+def test_plugin_is_installed_as_an_entry_point():
     plugins = [it.value for it in entry_points(group="sglang.srt.plugins")]
     assert "sglang_droidspeak.plugin:register" in plugins

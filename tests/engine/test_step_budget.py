@@ -97,7 +97,7 @@ class Adder(PrefillAdder):
 
 
 @pytest.mark.parametrize("is_decoding", [True, False])
-def test_a_step_takes_partial_prefills_up_to_its_tokens(is_decoding: bool) -> None:
+def test_a_step_takes_partial_prefills_up_to_its_tokens(is_decoding):
     """Each partial prefill costs 32 tokens and a page: two of them are 96 tokens."""
     adder = Adder(is_decoding=is_decoding)
     assert [adder.add(64, 10) for _ in range(4)] == [True, True, False, False]
@@ -105,25 +105,25 @@ def test_a_step_takes_partial_prefills_up_to_its_tokens(is_decoding: bool) -> No
 
 
 @pytest.mark.parametrize("is_decoding", [True, False])
-def test_one_that_is_larger_than_a_step_has_it_for_itself(is_decoding: bool) -> None:
+def test_one_that_is_larger_than_a_step_has_it_for_itself(is_decoding):
     adder = Adder(is_decoding=is_decoding)
     assert [adder.add(num_loaded, 10) for num_loaded in (640, 640, 0)] == [True, False, False]
 
 
-def test_one_is_not_refused_where_chunks_are_of_many_pages() -> None:
+def test_one_is_not_refused_where_chunks_are_of_many_pages():
     """SGLang passes over a refused request, and over all requests behind it, as long as any request
     decodes."""
     adder = Adder(is_decoding=True, align=4 * PAGE)
     assert [adder.add(640, 5 * PAGE) for _ in range(2)] == [True, False]
 
 
-def test_one_that_fits_takes_its_recompute_where_chunks_are_of_many_pages() -> None:
+def test_one_that_fits_takes_its_recompute_where_chunks_are_of_many_pages():
     adder = Adder(is_decoding=True, align=4 * PAGE)
     assert [adder.add(num_loaded, 10) for num_loaded in (640, 0)] == [True, False]
 
 
 @pytest.mark.parametrize(("share", "num"), [(0.0, 6), (0.025, 3)])
-def test_what_is_only_loaded_takes_the_time_of_its_copies(share: float, num: int) -> None:
+def test_what_is_only_loaded_takes_the_time_of_its_copies(share, num):
     """The copies of 640 tokens take as long as a prefill of 16 tokens."""
     adder = Adder(is_decoding=True)
     adder.waiting.step_tokens = lambda _rid, num_tokens: int(share * num_tokens)
@@ -149,7 +149,7 @@ def due(step_tokens: int, *rids: str) -> tuple[WaitingRequests, Asked, list[Any]
 
 
 @pytest.mark.parametrize("is_decoding", [True, False])
-def test_a_step_takes_no_more_unfinished_loads_than_it_could_prefill(is_decoding: bool) -> None:
+def test_a_step_takes_no_more_unfinished_loads_than_it_could_prefill(is_decoding):
     waiting, cache, reqs = due(STEP_TOKENS, "r1", "r2")
     assert not look(waiting, *reqs, is_decoding=is_decoding)
     adder = Adder(is_decoding=is_decoding)
@@ -162,7 +162,7 @@ def test_a_step_takes_no_more_unfinished_loads_than_it_could_prefill(is_decoding
     assert waiting.step_tokens("r2", num_loaded) == num_loaded // 2, "all of it has come"
 
 
-def test_an_unfinished_load_that_no_step_could_prefill_waits_beside_who_decodes() -> None:
+def test_an_unfinished_load_that_no_step_could_prefill_waits_beside_who_decodes():
     """The load has 64 tokens. A step takes up to 79 tokens and a page of the request's own, which
     is enough for the whole load."""
     waiting, cache, (req,) = due(NUM_PAGES * PAGE + PAGE - 1, "r1")
@@ -174,7 +174,7 @@ def test_an_unfinished_load_that_no_step_could_prefill_waits_beside_who_decodes(
     assert waiting.num_restorable("r1", keys_of(req)[0]) == NUM_PAGES
 
 
-def test_what_has_not_all_come_fails_before_it_is_admitted_and_holds_up_nobody() -> None:
+def test_what_has_not_all_come_fails_before_it_is_admitted_and_holds_up_nobody():
     waiting, cache, (req,) = due(PAGE, "r1")
     assert look(waiting, req, is_decoding=True) == {"r1"}
     cache.stagings[0].fail(FetchError("a test"))

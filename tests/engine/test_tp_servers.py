@@ -126,21 +126,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
-def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
+def test_block_equals_the_oracle(team, sender, receiver, block):
     tokens = prompt(200, seed=CASES.index((sender, receiver, block)))
     team.assert_block_equals_the_oracle(sender, receiver, tokens, block)
 
 
-def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
+def test_requests_of_one_batch_do_not_touch_each_other(team):
     blocks = [Span(2, 5), Span(0, 3), EMPTY_SPAN]
     team.assert_batch_equals_the_oracle([BASE, *ADAPTERS], blocks, num_reading=3, num_plain=2)
 
 
-def test_the_first_of_a_burst_leads(team: Team) -> None:
+def test_the_first_of_a_burst_leads(team):
     team.assert_the_first_of_a_burst_leads()
 
 
-def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> None:
+def test_an_adapter_that_is_loaded_later_joins(team, tmp_path):
     tokens = prompt(200, seed=505)
     team.ask(BASE, tokens, max_new_tokens=1)
     folder = write_adapter(
@@ -162,7 +162,7 @@ def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> No
     )
 
 
-def test_each_rank_has_its_shard_back_from_host_memory(team: Team) -> None:
+def test_each_rank_has_its_shard_back_from_host_memory(team):
     tokens = prompt(200, seed=506)
     first = team.ask(BASE, tokens)
     assert is_advertised(team, tokens)
@@ -178,7 +178,7 @@ def test_each_rank_has_its_shard_back_from_host_memory(team: Team) -> None:
     assert reply.logprobs == pytest.approx(first.logprobs, abs=2e-4)
 
 
-def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
+def test_each_rank_fetches_its_shard_from_its_own_peer(team):
     tokens = prompt(200, seed=504)
     team.ask(BASE, tokens, max_new_tokens=1)
     assert is_advertised(team, tokens)
@@ -194,7 +194,7 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     assert provenance["fetched_bytes"] == len(page_hashes(tokens)) * page_bytes
 
 
-def test_each_rank_corrects_e_that_all_put_together(team: Team) -> None:
+def test_each_rank_corrects_e_that_all_put_together(team):
     tokens = prompt(200, seed=509)
     team.ask(BASE, tokens, max_new_tokens=1)
     assert is_advertised(team, tokens)
@@ -206,7 +206,7 @@ def test_each_rank_corrects_e_that_all_put_together(team: Team) -> None:
     assert reply.logprobs != pytest.approx(plain.logprobs, abs=2e-3), "not corrected"
 
 
-def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team) -> None:
+def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team):
     """No rank waits in a layer for another rank that does not come there."""
     tokens = prompt(NUM_BROKEN + 10, seed=507)
     alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
@@ -221,7 +221,7 @@ def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team
     assert team.ask(READER, prompt(100, seed=701)).provenance["outcome"] == "no_match"
 
 
-def test_all_ranks_keep_approximate_kv_apart(team: Team) -> None:
+def test_all_ranks_keep_approximate_kv_apart(team):
     tokens = prompt(200, seed=508)
     team.ask(BASE, tokens, max_new_tokens=1)
     assert is_advertised(team, tokens)
@@ -250,7 +250,7 @@ def found_by(
     return reply if reply.provenance["outcome"] in outcomes else None
 
 
-def test_after_an_update_all_ranks_are_the_model_that_was_written(team: Team) -> None:
+def test_after_an_update_all_ranks_are_the_model_that_was_written(team):
     """Each rank fetches its shard of what the base's server computed: KV of the same model now."""
     tokens = prompt(200, seed=510)
     first = team.ask(BASE, tokens)
@@ -298,7 +298,7 @@ def test_where_one_rank_lacks_its_part_all_prefill_in_full(team, name, seed):
     assert team.ask(READER, prompt(100, seed=700)).provenance["outcome"] == "no_match"
 
 
-def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path):
     """The other rank would wait for it in the layer, and SGLang's watchdog would need minutes to
     notice."""
     models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
@@ -323,7 +323,7 @@ def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_no_rank_touches_sglangs_tree_alone(tmp_path: Path) -> None:
+def test_no_rank_touches_sglangs_tree_alone(tmp_path):
     """SGLang itself ends a server whose ranks call its tree differently. Here requests wait for
     slots that other requests have, and their pages are evicted meanwhile."""
     models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})

@@ -75,7 +75,7 @@ def waiting_and_traced(cache: Asked, **parts: Any) -> WaitingRequests:
 
 @ON
 @pytest.mark.parametrize("e_map", ["", "digest"])
-def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map: str) -> None:
+def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map):
     cache, req = Asked(time.monotonic), traced_request()
     planner = planner_of(**WANTED, plan=replace(PLAN, e_map=e_map))
     waiting = waiting_and_traced(cache, planner=planner)
@@ -109,7 +109,7 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map: s
 
 
 @ON
-def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
+def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up():
     cache, req = Asked(), traced_request()
     waiting = waiting_and_traced(cache)
     assert look(waiting, req) == {req.rid}
@@ -126,7 +126,7 @@ def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
 
 
 @ON
-def test_why_there_is_no_plan_is_told_with_its_match() -> None:
+def test_why_there_is_no_plan_is_told_with_its_match():
     req = traced_request()
     assert not look(waiting_and_traced(Asked(), planner=planner_without("no_profile")), req)
     ((name, *_, attributes),) = req.time_stats.slices
@@ -134,7 +134,7 @@ def test_why_there_is_no_plan_is_told_with_its_match() -> None:
 
 
 @ON
-def test_who_is_admitted_without_its_load_is_told_of() -> None:
+def test_who_is_admitted_without_its_load_is_told_of():
     cache, req = Asked(), traced_request()
     waiting = waiting_and_traced(cache)
     look(waiting, req)
@@ -146,7 +146,7 @@ def test_who_is_admitted_without_its_load_is_told_of() -> None:
 
 
 @ON
-def test_what_is_known_of_a_request_marks_its_scheduler_span() -> None:
+def test_what_is_known_of_a_request_marks_its_scheduler_span():
     labels, req = Labels(SimpleNamespace(), ModelNames()), traced_request()  # type: ignore[arg-type]
     labels.note(req, RequestProvenance(outcome="reused", reused_tokens=7, sender="s"))
     assert req.time_stats.marks == {
@@ -157,7 +157,7 @@ def test_what_is_known_of_a_request_marks_its_scheduler_span() -> None:
 
 
 @ON
-def test_the_context_is_that_of_the_requests_root() -> None:
+def test_the_context_is_that_of_the_requests_root():
     root = TraceContextTextMapPropagator().extract({"traceparent": CONTEXT})
     req = traced_request()
     req.time_stats.trace_ctx = SimpleNamespace(tracing_enable=True, root_span_context=root)
@@ -166,7 +166,7 @@ def test_the_context_is_that_of_the_requests_root() -> None:
     assert tracing.context_of(req) == ""
 
 
-def test_without_tracing_nothing_is_done_nor_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tracing_nothing_is_done_nor_looked_at(monkeypatch):
     """The request here has no stats, so an attempt to look at them raises."""
     for name in ("add_slice", "mark"):
         monkeypatch.setattr(tracing, name, None)

@@ -179,7 +179,7 @@ def checked(fault: str = "", is_own_data: bool = True) -> dict[str, bool]:
     return {it.name: it.ok for it in all_checks(run)}
 
 
-def test_sound_servers_pass_every_check() -> None:
+def test_sound_servers_pass_every_check():
     results = checked()
     assert all(results.values()), results
     assert len(results) == 26
@@ -209,7 +209,7 @@ def test_sound_servers_pass_every_check() -> None:
         ("slow", "first token"),
     ],
 )
-def test_a_fault_is_named_by_its_check(fault: str, name: str) -> None:
+def test_a_fault_is_named_by_its_check(fault, name):
     results = checked(fault)
     assert results[name] is False, results
 
@@ -225,19 +225,19 @@ def test_settings_that_do_not_fit_are_named(pages, gate, wrong):
     assert [it.name for it in results] == wrong and all(it.remedy for it in results)
 
 
-def test_reuse_that_does_not_pay_is_tried_by_its_block_and_is_no_fault() -> None:
+def test_reuse_that_does_not_pay_is_tried_by_its_block_and_is_no_fault():
     results = checked("dear")
     assert all(results.values()), results
     assert "first token" in results, "it says that no time is saved"
 
 
 @pytest.mark.parametrize("fault", ["late", "late dear"])
-def test_one_load_that_comes_too_late_is_no_fault(fault: str) -> None:
+def test_one_load_that_comes_too_late_is_no_fault(fault):
     results = checked(fault)
     assert all(results.values()), results
 
 
-def test_disk_that_fills_while_verify_runs_is_one_line_per_server(capsys: Any) -> None:
+def test_disk_that_fills_while_verify_runs_is_one_line_per_server(capsys):
     asked: list[str] = []
 
     def answer(path: str, body: Any) -> tuple[int, object]:
@@ -259,11 +259,11 @@ def test_disk_that_fills_while_verify_runs_is_one_line_per_server(capsys: Any) -
     assert asked.count("/server_info") == 4, "each server before the requests and after them"
 
 
-def test_distance_is_judged_on_a_users_own_data_alone() -> None:
+def test_distance_is_judged_on_a_users_own_data_alone():
     assert checked("far", is_own_data=False)["distance"]
 
 
-def test_made_documents_are_whole_pages_that_nobody_has_seen() -> None:
+def test_made_documents_are_whole_pages_that_nobody_has_seen():
     client = Served("any")
     one, two = (list(made(client, 2, 160, PAGE, seed)) for seed in "ab")
     assert all(len(it.prefix) == 160 and len(it.suffixes) == NUM_SUFFIXES for it in one + two)
@@ -276,7 +276,7 @@ def answer(tokens: Tokens, *likely: Mapping[int, float]) -> Answer:
     return Answer(0.1, tokens, tuple({**it, **rest} for it in likely), "id", 9, 0, label)
 
 
-def test_a_near_tie_is_no_difference_and_ends_the_comparison() -> None:
+def test_a_near_tie_is_no_difference_and_ends_the_comparison():
     one = answer((1, 5), {1: -0.70, 2: -0.72}, {5: -0.1})
     tie = answer((2, 9), {1: -0.72, 2: -0.70}, {9: -0.1})
     other = answer((2, 9), {1: -3.0, 2: -0.1}, {9: -0.1})
@@ -285,7 +285,7 @@ def test_a_near_tie_is_no_difference_and_ends_the_comparison() -> None:
     assert "differs by 0.40" in difference(one, answer((1, 5), {1: -0.7, 2: -0.72}, {5: -0.5}))
 
 
-def test_the_distance_ends_where_the_texts_part() -> None:
+def test_the_distance_ends_where_the_texts_part():
     one = answer((1, 5), {1: -0.01}, {5: -0.01})
     assert distance_of(one, one) == 0
     parted = answer((1, 6), {1: -0.01}, {6: -0.01})

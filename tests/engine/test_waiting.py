@@ -137,7 +137,7 @@ def waiting_in(team: Any) -> WaitingRequests:
     return waiting_with(Asked(), planner=team, followers=leaders)[0]
 
 
-def test_follower_waits_until_its_leader_is_gone_or_has_answered(now: Now) -> None:
+def test_follower_waits_until_its_leader_is_gone_or_has_answered(now):
     """No other request keeps an aborted leader in the notes. No follower waits longer than reading
     saves."""
     for end in ("aborted", "answered", "late"):
@@ -165,7 +165,7 @@ def test_follower_waits_until_its_leader_is_gone_or_has_answered(now: Now) -> No
 
 
 @pytest.mark.parametrize("decision", [planned_as(PLAN), Declined("no_match")])
-def test_request_that_stays_exact_waits_for_no_leader_of_another_model(decision: Any) -> None:
+def test_request_that_stays_exact_waits_for_no_leader_of_another_model(decision):
     team: Any = Team()
     waiting = waiting_in(team)
     leader, exact, other = (request(rid, rid) for rid in ("leads", "exact", "other"))
@@ -184,7 +184,7 @@ def asks(req: Any, cache: Asked, **parts: Any) -> bool:
     return look(waiting, req) == {"r1"} and not cache.fetched
 
 
-def test_store_is_asked_if_the_device_lacks_enough_pages() -> None:
+def test_store_is_asked_if_the_device_lacks_enough_pages():
     for num_held, is_enough in ((0, True), (2, True), (3, False)):
         req, cache = request(), Asked(held=Held(num_held, 0))
         assert asks(req, cache) == is_enough
@@ -192,7 +192,7 @@ def test_store_is_asked_if_the_device_lacks_enough_pages() -> None:
         assert cache.where[0] == ("r1", NUM_PAGES, TREE)
 
 
-def test_request_that_may_reuse_nothing_asks_no_store() -> None:
+def test_request_that_may_reuse_nothing_asks_no_store():
     assert not asks(request(), Asked(), server=server_with())
     assert not asks(request(), Asked(), custom_params={"droidspeak": {"mode": "off"}})
     assert asks(request(), Asked(), custom_params={"droidspeak": {"mode": "auto"}})
@@ -206,7 +206,7 @@ def test_request_that_may_reuse_nothing_asks_no_store() -> None:
     assert not cache.searched
 
 
-def test_request_plans_without_a_store_that_raises() -> None:
+def test_request_plans_without_a_store_that_raises():
     class Broken(Asked):
         def search(self, pages: Any) -> list[Any]:
             raise OSError("a test")
@@ -236,7 +236,7 @@ def test_request_waits_for_a_store_as_long_as_a_prefill_takes(now, full_s):
     assert look(waiting, req) and cache.fetched
 
 
-def test_wait_for_a_store_uses_up_the_wait_for_a_fetch(now: Now) -> None:
+def test_wait_for_a_store_uses_up_the_wait_for_a_fetch(now):
     waiting, _ = waiting_with(Asked(now), server=STORE, planner=OPTIONAL, meter=METER)
     req = request()
     assert look(waiting, req) == {req.rid}
@@ -248,7 +248,7 @@ def test_wait_for_a_store_uses_up_the_wait_for_a_fetch(now: Now) -> None:
 # How long it waits.
 
 
-def test_fetch_deadline_counts_from_the_first_sight_of_its_request() -> None:
+def test_fetch_deadline_counts_from_the_first_sight_of_its_request():
     cache, req = Asked(time.monotonic), request()
     waiting, _ = waiting_with(cache, server=server_with(fetch_deadline_s=DEADLINE_S))
     before_s = time.monotonic()
@@ -258,7 +258,7 @@ def test_fetch_deadline_counts_from_the_first_sight_of_its_request() -> None:
     assert before_s < staging.deadline.at_s - DEADLINE_S < time.monotonic()
 
 
-def test_request_without_its_peer_says_since_when_the_peer_is_gone(now: Now) -> None:
+def test_request_without_its_peer_says_since_when_the_peer_is_gone(now):
     cache, req = Asked(now), request()
     waiting, recorded = waiting_with(cache, planner=OPTIONAL)
     assert look(waiting, req) == {req.rid}
@@ -322,7 +322,7 @@ def test_missing_bytes_are_expected_at_the_rate_so_far(now, most_s, is_held, wai
         assert recorded.by_rid["r1"].outcome == "fallback: SlowLink"
 
 
-def test_fetch_that_is_too_slow_is_given_up_once_its_request_could_run(now: Now) -> None:
+def test_fetch_that_is_too_slow_is_given_up_once_its_request_could_run(now):
     cache, req = Asked(now), request()
     planner = planner_of(patience=Patience(saving_s=10.0))
     waiting, recorded = waiting_with(cache, planner=planner, meter=METER)
@@ -336,7 +336,7 @@ def test_fetch_that_is_too_slow_is_given_up_once_its_request_could_run(now: Now)
 
 
 @pytest.mark.parametrize(("token_s", "is_held"), [(9.7e-3, True), (1.0e-2, False)])
-def test_missing_kv_may_come_during_the_recompute(now: Now, token_s: float, is_held: bool) -> None:
+def test_missing_kv_may_come_during_the_recompute(now, token_s, is_held):
     """The plan recomputes one layer of 48 tokens. E has come, and the rest takes 0.4725 s."""
     plan = replace(PLAN, pages=Span(1, 4))
     planner = planner_of(**WANTED | {"plan": plan})
@@ -374,7 +374,7 @@ def held_for(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
-def test_fetch_that_stalls_is_given_up_once_it_saves_nothing(now: Now, share: float) -> None:
+def test_fetch_that_stalls_is_given_up_once_it_saves_nothing(now, share):
     """The fetch stalls after a share of its bytes. Up to there it is on time and is waited for,
     however long that takes."""
     waited_s, has_come = held_for(now, lambda after_s: min(after_s / WAIT_S, share))
@@ -394,14 +394,14 @@ def test_no_fetch_makes_an_answer_later_than_two_full_prefills(now, slower, shar
     assert has_come == (share == 1.0 and slower <= 1.2)
 
 
-def test_low_rate_of_a_long_fetch_is_seen_early(now: Now) -> None:
+def test_low_rate_of_a_long_fetch_is_seen_early(now):
     """The fetch was predicted to take 2.4 seconds, and takes three times as long."""
     waited_s, has_come = held_for(now, lambda it: it / WAIT_S / 3, MARGIN_S, times=20)
     assert not has_come
     assert 20 * waited_s == pytest.approx(0.2, abs=0.05)
 
 
-def test_request_that_gives_up_logs_the_cause(now: Now, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_that_gives_up_logs_the_cause(now, caplog):
     caplog.set_level("INFO")
     planner = planner_of(**WANTED | {"patience": Patience(saving_s=0.25)})
     waiting, (req, _) = landed(now, 0, 0.5, planner=planner)
@@ -423,7 +423,7 @@ def test_request_that_gives_up_logs_the_cause(now: Now, caplog: pytest.LogCaptur
 # What it loads.
 
 
-def test_plan_that_loads_nothing_is_ready_at_once() -> None:
+def test_plan_that_loads_nothing_is_ready_at_once():
     """All layers are computed anew from the receiver's own embeddings, without E."""
     planner = planner_of(plan=replace(PLAN, block=Span(0, 4)), patience=Patience(saving_s=0.0))
     req = request()
@@ -433,7 +433,7 @@ def test_plan_that_loads_nothing_is_ready_at_once() -> None:
     assert waiting.take(req.rid, keys, torch.arange(4 * PAGE))
 
 
-def test_pages_of_the_pool_are_locked_when_they_are_taken() -> None:
+def test_pages_of_the_pool_are_locked_when_they_are_taken():
     """The plan locks the pages for the request when it is made, in the tree of that moment."""
     cache, req, locked = Asked(), request(), []
     plan = replace(PLAN, location=Location("pool:x"))
@@ -447,7 +447,7 @@ def test_pages_of_the_pool_are_locked_when_they_are_taken() -> None:
     assert locked == [(plan, reusable_pages(req, PAGE), req, TREE)]
 
 
-def test_request_that_stays_exact_loads_exact_kv() -> None:
+def test_request_that_stays_exact_loads_exact_kv():
     cache, req = Asked(), request()
     Labels(UNCOUNTED, ModelNames()).report([req])
     own = replace(PLAN, sender=PLAN.receiver)
@@ -458,7 +458,7 @@ def test_request_that_stays_exact_loads_exact_kv() -> None:
     assert not req.skip_radix_cache_insert, "exact KV is kept, also of an experiment"
 
 
-def test_loaded_approximate_pages_count_for_the_next_request() -> None:
+def test_loaded_approximate_pages_count_for_the_next_request():
     cache, first, second = Asked(held=Held(0, 3)), request("first"), request("second")
     waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"is_experiment": False}))
     look(waiting, first)
@@ -472,7 +472,7 @@ def test_loaded_approximate_pages_count_for_the_next_request() -> None:
     assert prefixes.num_approximate(second) == 3 * PAGE
 
 
-def test_taken_request_knows_how_long_its_planning_took(now: Now) -> None:
+def test_taken_request_knows_how_long_its_planning_took(now):
     def plan(*_: Any) -> Planned:
         now.now_s += 0.5
         return planned_as(PLAN)
@@ -520,7 +520,7 @@ def test_load_beside_decoding_is_at_most_one_step(share, is_decoding, num_pages)
 # Ranks.
 
 
-def test_failure_of_the_first_rank_settles_all_ranks() -> None:
+def test_failure_of_the_first_rank_settles_all_ranks():
     """The other ranks have begun, and hear of the failure."""
     pair, caches = Pair(), [Asked(), Asked()]
     caches[0].fetch = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
@@ -536,7 +536,7 @@ def test_failure_of_the_first_rank_settles_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_ranks_read_one_namespace_if_one_has_no_memory(lacking: int) -> None:
+def test_ranks_read_one_namespace_if_one_has_no_memory(lacking):
     """Only the next request in the queue looks for more KV at other peers."""
     pair, arrivals, places = Pair(), [], []
     for number in range(2):
@@ -558,7 +558,7 @@ def test_ranks_read_one_namespace_if_one_has_no_memory(lacking: int) -> None:
     assert places == [4 * [False] + 5 * [True]] * 2
 
 
-def test_only_the_first_rank_asks_a_store() -> None:
+def test_only_the_first_rank_asks_a_store():
     for number in range(2):
         cache, req = Asked(), request()
         req.sampling_params.custom_params = None

@@ -172,8 +172,8 @@ def settled(updates: WeightUpdates, models: Models) -> str | None:
     ("written_here", "written_elsewhere"), [(True, False), (False, True), (False, False)]
 )
 def test_an_update_from_disk_that_breaks_off_leaves_no_name_if_any_rank_has_written(
-    served: Any, written_here: bool, written_elsewhere: bool
-) -> None:
+    served, written_here, written_elsewhere
+):
     updates, models, two = served
     before, two.others_least = models.of(None), not written_elsewhere
 
@@ -189,7 +189,7 @@ def test_an_update_from_disk_that_breaks_off_leaves_no_name_if_any_rank_has_writ
     assert settled(updates, models) == (before if has_name else None)
 
 
-def test_ranks_that_have_other_weights_have_no_name(served: Any) -> None:
+def test_ranks_that_have_other_weights_have_no_name(served):
     updates, models, two = served
     two.share = lambda *_: "another"  # type: ignore[method-assign]
 
@@ -228,7 +228,7 @@ def test_tensors_by_name_make_the_checkpoint_that_has_them(served, tmp_path, mon
     assert settled(updates, models) is None and not vars(updater.get_model()).get("load_weights")
 
 
-def test_the_probe_names_every_hooked_function() -> None:
+def test_the_probe_names_every_hooked_function():
     hooked = {
         value
         for name, value in vars(release).items()
@@ -300,7 +300,7 @@ def unknown(server: Server, tokens: list[int]) -> Answer:
 
 
 @pytest.mark.server
-def test_each_checkpoint_keeps_its_kv_over_updates(updated: Any) -> None:
+def test_each_checkpoint_keeps_its_kv_over_updates(updated):
     server, models, watcher = updated
     tokens, num_pages = prompt(100, seed=1), 100 // PAGE
     tokens_of_a = prompt(100, seed=4)
@@ -341,7 +341,7 @@ def test_each_checkpoint_keeps_its_kv_over_updates(updated: Any) -> None:
 
 
 @pytest.mark.server
-def test_an_heir_of_a_line_reuses_on_probation_and_every_answer_is_compared(updated: Any) -> None:
+def test_an_heir_of_a_line_reuses_on_probation_and_every_answer_is_compared(updated):
     server, models, watcher = updated
     tokens = prompt(100, seed=7)
     assert update(server, "update_weights_from_disk", model_path=str(models.model))

@@ -353,7 +353,7 @@ def test_no_kv_has_the_name_of_other_weights(tmp_path, monkeypatch, seed):
     assert walk.models.of(None) == walk._name((2.0, 2.0, 2.0)), "all was written, all is known"
 
 
-def test_a_shared_store_is_asked_for_the_present_model_and_for_what_it_inherits_from() -> None:
+def test_a_shared_store_is_asked_for_the_present_model_and_for_what_it_inherits_from():
     start, profiled = ModelId("start"), ModelId("profiled")
     started_with = {start: frozenset({1}), profiled: frozenset({2})}
     linker = MagicMock(_started_as=start, _started_with=started_with, _senders=dict(started_with))

@@ -35,11 +35,11 @@ def predicted_s(pair: Pair, link: float) -> float:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("link", [1e8, 1.25e9, 1e11])
-def test_reuse_takes_what_a_server_predicts(pair: Pair, link: float) -> None:
+def test_reuse_takes_what_a_server_predicts(pair, link):
     assert pair.reuse_s(link) == pytest.approx(predicted_s(pair, link))
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_at_break_even_both_take_equally_long(pair: Pair) -> None:
+def test_at_break_even_both_take_equally_long(pair):
     assert predicted_s(pair, pair.break_even()) == pytest.approx(pair.full_s)
     assert predicted_s(pair, 1.01 * pair.break_even()) < pair.full_s

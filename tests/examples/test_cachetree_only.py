@@ -14,7 +14,7 @@ print(sorted({{"sglang", "torch", "transformers", "yaml"}} & sys.modules.keys())
 """
 
 
-def test_the_example_runs_without_sglang() -> None:
+def test_the_example_runs_without_sglang():
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["4 pages of my model: 32768 bytes, as stored", "[]"]

@@ -41,7 +41,7 @@ PANELS = [it for it in DASHBOARD["panels"] if it["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-def test_every_panel_has_a_title_a_place_and_the_source_that_a_user_chooses() -> None:
+def test_every_panel_has_a_title_a_place_and_the_source_that_a_user_chooses():
     (source,) = DASHBOARD["templating"]["list"]
     assert (source["name"], source["type"], source["query"]) == (
         "source",
@@ -63,7 +63,7 @@ def test_every_panel_has_a_title_a_place_and_the_source_that_a_user_chooses() ->
 
 
 @pytest.mark.parametrize("expression", [*QUERIES, *(it["expr"] for it in RULES)])
-def test_every_metric_of_a_panel_or_rule_exists(expression: str) -> None:
+def test_every_metric_of_a_panel_or_rule_exists(expression):
     """The labels have to exist, too. SGLang's metrics are compared with its source."""
     reference_text = reference.request_metrics() + reference.cache_metrics()
     ours = dict(re.findall(r"`([\w:]+)(?:\{([^}]*)\})?` \|", reference_text))
@@ -85,7 +85,7 @@ def test_every_metric_of_a_panel_or_rule_exists(expression: str) -> None:
     assert {it for some in by for it in some.split(", ")} <= known
 
 
-def test_outcomes_in_an_expression_are_outcomes() -> None:
+def test_outcomes_in_an_expression_are_outcomes():
     import documented_outcomes
 
     known = {it.partition(":")[0] for it in documented_outcomes.outcomes()}
@@ -94,19 +94,19 @@ def test_outcomes_in_an_expression_are_outcomes() -> None:
             assert set(some.split("|")) <= known, expression
 
 
-def test_every_alert_has_its_entry_in_the_runbook() -> None:
+def test_every_alert_has_its_entry_in_the_runbook():
     page = (ROOT / "docs/trouble.md").read_text()
     assert re.findall(r"(?m)^### (Droidspeak\w+)$", page) == [it["alert"] for it in RULES]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus")
-def test_alerts_fire_when_they_should() -> None:
+def test_alerts_fire_when_they_should():
     file = DEPLOY / "prometheus/alerts_test.yaml"
     done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_alert_is_tried_firing_and_not() -> None:
+def test_each_alert_is_tried_firing_and_not():
     parts = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
     tried = [
         (it["alertname"], bool(it["exp_alerts"]))
@@ -117,7 +117,7 @@ def test_each_alert_is_tried_firing_and_not() -> None:
 
 
 @pytest.mark.parametrize("accept", ["", "; escaping=allow-utf-8"])
-def test_metrics_have_their_names_however_they_are_scraped(accept: str) -> None:
+def test_metrics_have_their_names_however_they_are_scraped(accept):
     """Prometheus 2 and 3 ask for different formats, and the configuration renames metrics."""
     registry = CollectorRegistry()
     Counter("droidspeak:requests", "", ["outcome"], registry=registry).labels("own").inc()
@@ -137,7 +137,7 @@ def here(word: str) -> str:
     return re.sub("/models/profiles|(/models)?/adapters", "examples/real", word)
 
 
-def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_services_start_as_they_are_told(monkeypatch):
     monkeypatch.chdir(ROOT)
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     for name in ("reader", "answerer", "lora"):
@@ -161,7 +161,7 @@ def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) ->
         assert (DEPLOY / volume.partition(":")[0]).is_dir()
 
 
-def test_adapters_and_profiles_come_from_one_place_with_the_maps() -> None:
+def test_adapters_and_profiles_come_from_one_place_with_the_maps():
     """Each server of adapters names them all, and has the files that their profiles need beside
     them."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
@@ -191,7 +191,7 @@ def of_kind(*kinds: str) -> list[dict[str, Any]]:
 PODS = of_kind("DaemonSet", "Deployment")
 
 
-def test_the_compose_file_follows_its_specification(tmp_path: Path) -> None:
+def test_the_compose_file_follows_its_specification(tmp_path):
     compose = DEPLOY / "compose.yaml"
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(compose.read_text().replace("    command:", "    comand:", 1))
@@ -204,7 +204,7 @@ def test_the_compose_file_follows_its_specification(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "part", KUBERNETES, ids=lambda it: f"{it['kind']} {it['metadata']['name']}"
 )
-def test_kubernetes_files_follow_its_schemas(part: dict[str, Any]) -> None:
+def test_kubernetes_files_follow_its_schemas(part):
     if part["apiVersion"] != "monitoring.coreos.com/v1":
         validate(part, "1.30", strict=True)
         return
@@ -213,7 +213,7 @@ def test_kubernetes_files_follow_its_schemas(part: dict[str, Any]) -> None:
     assert part["spec"].keys() == known[part["kind"]]
 
 
-def test_the_operator_of_prometheus_is_given_the_same() -> None:
+def test_the_operator_of_prometheus_is_given_the_same():
     (rule,), (monitor,) = of_kind("PrometheusRule"), of_kind("ServiceMonitor")
     assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())
     (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())["scrape_configs"]
@@ -232,7 +232,7 @@ def test_the_operator_of_prometheus_is_given_the_same() -> None:
     assert sorted(scraped) == sorted(of["values"])
 
 
-def test_pods_mount_what_there_is_and_services_lead_to_their_ports() -> None:
+def test_pods_mount_what_there_is_and_services_lead_to_their_ports():
     ports = {}
     for pod in PODS:
         template = pod["spec"]["template"]
@@ -260,7 +260,7 @@ def test_pods_mount_what_there_is_and_services_lead_to_their_ports() -> None:
             assert {it["port"] for it in way["ports"]} <= numbers
 
 
-def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_start_as_they_are_told(tmp_path, monkeypatch):
     """The keys are made as the comments say, and the addresses are those of the Services."""
     monkeypatch.chdir(ROOT)
     for name in ("worker", "engine"):
@@ -296,7 +296,7 @@ def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert is_directory(address)
 
 
-def test_probes_ask_for_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_ask_for_what_is_answered(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = read_config(DEPLOY / "worker.yaml")
     small = msgspec.structs.replace(
@@ -329,7 +329,7 @@ def is_in_image(path: str) -> bool:
     return is_copied
 
 
-def test_the_image_holds_what_it_runs_and_no_keys() -> None:
+def test_the_image_holds_what_it_runs_and_no_keys():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     needed = {"pyproject.toml", "platforms/torch_cpu/pyproject.toml", project["project"]["readme"]}
@@ -346,11 +346,11 @@ def test_the_image_holds_what_it_runs_and_no_keys() -> None:
         assert not is_in_image(secret), secret
 
 
-def test_git_takes_no_key() -> None:
+def test_git_takes_no_key():
     assert {"/keys/", "*.key"} <= set((ROOT / ".gitignore").read_text().split())
 
 
-def test_the_container_file_builds_from_the_wheel_and_everything_uses_its_image() -> None:
+def test_the_container_file_builds_from_the_wheel_and_everything_uses_its_image():
     container_file = (DEPLOY / "Containerfile").read_text()
     steps = [it.split() for it in re.findall(r"(?m)^[A-Z]+ .*$", container_file)]
     bases = {it[1] for it in steps if it[0] == "FROM"}
@@ -375,7 +375,7 @@ def test_the_container_file_builds_from_the_wheel_and_everything_uses_its_image(
     assert images == {f"REGISTRY/{image}"}
 
 
-def test_compose_finds_peers_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compose_finds_peers_by_name(monkeypatch):
     monkeypatch.chdir(ROOT)
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     for name in ("reader", "answerer"):

@@ -74,7 +74,7 @@ def of(language: str) -> list[Fence]:
     return [fence for fence in FENCES if fence.language == language]
 
 
-def test_every_fence_says_what_it_is() -> None:
+def test_every_fence_says_what_it_is():
     """Every block of code names its language, so that no command is left out here."""
     assert {fence.language for fence in FENCES} == LANGUAGES
     for page in pages():
@@ -83,7 +83,7 @@ def test_every_fence_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("fence", of("json"), ids=str)
-def test_data_can_be_read(fence: Fence, tmp_path: Path) -> None:
+def test_data_can_be_read(fence, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(fence.text)
     assert read_records(path)
@@ -109,7 +109,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("fence", of("bash"), ids=str)
-def test_commands_run(fence: Fence) -> None:
+def test_commands_run(fence):
     for words in commands(fence):
         _run(words)
 
@@ -168,7 +168,7 @@ def _run(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("fence", of("yaml"), ids=str)
-def test_settings_are_accepted(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_accepted(fence, monkeypatch):
     monkeypatch.chdir(ROOT)
     content = yaml.safe_load(fence.text)
     if any(name.startswith("kv-events") for name in content):
@@ -185,7 +185,7 @@ def test_settings_are_accepted(fence: Fence, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("fence", of("python"), ids=str)
-def test_programs_run(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_run(fence, monkeypatch):
     """Programs run, or are a part of an example that runs beside its servers."""
     monkeypatch.chdir(ROOT)
     part = textwrap.indent(fence.text, "    ")

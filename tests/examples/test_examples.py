@@ -119,7 +119,7 @@ def flags(servers: Sequence[Server]) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl(servers) -> None:
+def test_curl(servers):
     sender, receiver = servers
     lines = script("curl.sh", SENDER=sender.url, RECEIVER=receiver.url)
     read, reused, full = (json.loads(line) for line in lines)
@@ -140,7 +140,7 @@ def test_curl(servers) -> None:
     assert full["text"].strip() == "plumber"
 
 
-def test_explain(servers, tmp_path, capsys) -> None:
+def test_explain(servers, tmp_path, capsys):
     """`explain` shows the plan of a prompt, and the outcome of a request."""
     sender, receiver = servers
     prompt = prompt_of(read_records(EXAMPLES / "pairs/data/held_out.jsonl")[-1])
@@ -170,7 +170,7 @@ def test_explain(servers, tmp_path, capsys) -> None:
     assert (salted["outcome"], salted["holdings"]) == ("no_match", [])
 
 
-def test_documented_requests_work_on_servers(servers, tmp_path, monkeypatch, capsys) -> None:
+def test_documented_requests_work_on_servers(servers, tmp_path, monkeypatch, capsys):
     """Commands run as the page shows them, with other ports and another request's id."""
     sender, receiver = servers
     reply = sender.generate("a prompt", max_new_tokens=1)
@@ -202,7 +202,7 @@ def test_documented_requests_work_on_servers(servers, tmp_path, monkeypatch, cap
     assert [it for it in wrong if not it.startswith(("link ", "peer tcp://127.0.0.1:30010"))] == []
 
 
-def test_verify_finds_nothing_wrong(servers, capsys) -> None:
+def test_verify_finds_nothing_wrong(servers, capsys):
     """Whether reuse is faster is measured in `benchmarks`: the models here are small."""
     urls = [it.url for it in servers]
     data = str(EXAMPLES / "pairs/data/held_out.jsonl")
@@ -214,14 +214,14 @@ def test_verify_finds_nothing_wrong(servers, capsys) -> None:
         assert any(it.startswith(f"ok    {name}") for it in lines), lines
 
 
-def test_openai_client(servers) -> None:
+def test_openai_client(servers):
     answered, cached = script("openai_client.py", *flags(servers))
     assert answered.endswith("? doctor")
     assert cached == "cached tokens: 96"
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_openai_answers_say_their_outcome_in_headers(servers, is_streamed) -> None:
+def test_openai_answers_say_their_outcome_in_headers(servers, is_streamed):
     _, receiver = servers
     body = {"model": "x", "prompt": "A guard", "max_tokens": 2, "stream": is_streamed}
     source = {"x-vsr-kv-source-pod": "any"}
@@ -231,7 +231,7 @@ def test_openai_answers_say_their_outcome_in_headers(servers, is_streamed) -> No
     assert reply.headers["x-vsr-kv-transfer-status"] == "fallback_reprefill"
 
 
-def test_frontend_program(servers) -> None:
+def test_frontend_program(servers):
     planned, concluded, reported = script("frontend_program.py", *flags(servers))
     assert planned == "planner: question : what likes bamaz ?"
     assert concluded == "writer: pasta"
@@ -241,7 +241,7 @@ def test_frontend_program(servers) -> None:
     assert provenance["reused_tokens"] == 112
 
 
-def test_roles_read_one_another(lora_server) -> None:
+def test_roles_read_one_another(lora_server):
     """The output is that of the page, except for times."""
     (server,) = lora_server
     (shown,) = re.findall(r"lora_roles\.py\n```\n\n```text\n([^`]+)```", PAGE)

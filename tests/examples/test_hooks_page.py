@@ -19,7 +19,7 @@ def hooked() -> set[str]:
     return {it for it in names if it.startswith("sglang.") and it != release.SCHEDULER_MODULE}
 
 
-def test_the_page_names_every_hook() -> None:
+def test_the_page_names_every_hook():
     page = (ROOT / "docs/hooks.md").read_text()
     rows = [it.split("|")[1] for it in page.splitlines() if it.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]

@@ -52,7 +52,7 @@ def measured(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", EXCEPTIONS)
-def test_no_measured_number_is_typed(page: str) -> None:
+def test_no_measured_number_is_typed(page):
     text = (ROOT / page).read_text()
     for exception in EXCEPTIONS[page]:
         assert exception in text, "an exception for nothing"
@@ -73,11 +73,11 @@ def test_no_measured_number_is_typed(page: str) -> None:
         ("```bash\nsleep 2.5\n```", []),
     ],
 )
-def test_measured_numbers_are_recognised(text: str, numbers: list[str]) -> None:
+def test_measured_numbers_are_recognised(text, numbers):
     assert measured(text) == numbers
 
 
-def test_a_result_says_where_each_of_its_parts_was_measured() -> None:
+def test_a_result_says_where_each_of_its_parts_was_measured():
     runs = [
         {"processor": "A", "num_cores": 2, "load_before": 0.5, "commit": commit}
         for commit in ("0123456789", "abcdefghij+", "")
@@ -90,7 +90,7 @@ def test_a_result_says_where_each_of_its_parts_was_measured() -> None:
     assert where({"rows": [1, 2]}) == ""
 
 
-def test_a_cell_without_any_of_its_numbers_is_one_dash() -> None:
+def test_a_cell_without_any_of_its_numbers_is_one_dash():
     row = {"a": {"b": 0.5, "c": 4}, "none": None, "said": {"reused": 3, "slower": 1}}
     assert fill("{a[b]:.0%} ({x[y]:.2f})", row, "–") == "50% (–)"
     assert fill("{x[y]:.0%} ({none:.2f})", row, "–") == "–"

@@ -8,6 +8,6 @@ from tools import pictures
 
 
 @pytest.mark.parametrize("name", pictures.MADE)
-def test_picture_shows_the_current_data(name: str) -> None:
+def test_picture_shows_the_current_data(name):
     read, _ = pictures.MADE[name]
     assert pictures.shown(name) == pictures.digest(read()), "run `python -m tools.pictures`"

@@ -79,7 +79,7 @@ def test_stale_answers_disagree_and_right_labels_are_counted(monkeypatch, capsys
     assert any(it.endswith(" reused") for it in rest) and rest[-1].endswith("labels are right")
 
 
-def test_a_wrong_label_fails_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_label_fails_the_loop(monkeypatch):
     with pytest.raises(SystemExit, match="labels are wrong, the first"):
         run(monkeypatch, {"0": OWN, "1": REUSED | {"exact": True}})
 

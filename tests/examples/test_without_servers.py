@@ -62,7 +62,7 @@ def test_an_example_without_its_servers_ends_with_one_line(name, ended):
     assert status != 0 and re.search(ASKED[name][1], line), line
 
 
-def test_requests_by_hand_without_servers_end_with_one_line() -> None:
+def test_requests_by_hand_without_servers_end_with_one_line():
     url = f"http://127.0.0.1:{free_port()}"
     done = subprocess.run(
         ["bash", str(EXAMPLES / "curl.sh")],

@@ -22,7 +22,7 @@ MAX_SECONDS = 2.0
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_but_expected_errors(name: str) -> None:
+def test_nothing_but_expected_errors(name):
     corpus = read_corpus().of(name)
     target = TARGETS[name]
     num = max(50, round(NUM_MUTATIONS * target.share))
@@ -46,7 +46,7 @@ def most_kib() -> int:
     return int(matched[1])
 
 
-def test_memory_that_is_given_back_is_seen_and_what_came_before_is_not() -> None:
+def test_memory_that_is_given_back_is_seen_and_what_came_before_is_not():
     """If it were not seen, no growth of memory would be found."""
     before_kib = most_kib()
     bytearray(2 * MAX_GROWTH_KIB << 10)
@@ -56,7 +56,7 @@ def test_memory_that_is_given_back_is_seen_and_what_came_before_is_not() -> None
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_sound_input_is_read(name: str) -> None:
+def test_a_sound_input_is_read(name):
     """If valid inputs were refused, the mutations would be changes to noise."""
     target = TARGETS[name]
     for data in read_corpus().sound[name]:
@@ -68,6 +68,6 @@ def test_a_sound_input_is_read(name: str) -> None:
     pytest.fail("no input of the corpus is taken")
 
 
-def test_the_corpus_is_small() -> None:
+def test_the_corpus_is_small():
     assert CORPUS.stat().st_size < 200_000
     assert read_corpus().sound.keys() == TARGETS.keys()

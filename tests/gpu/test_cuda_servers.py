@@ -78,7 +78,7 @@ CASES = {
 on a device. They come first, so that they run even if the time is too short for all."""
 
 
-def test_an_adapter_reads_what_the_base_has(tmp_path) -> None:
+def test_an_adapter_reads_what_the_base_has(tmp_path):
     models = Checkpoints.write(tmp_path, {"adapter": {"rank": 8}})
     lora = {"max-loras-per-batch": 2, "max-lora-rank": 8, "lora-target-modules": ["all"]}
     spec = SizedServer(
@@ -133,7 +133,7 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, S
         yield models, s, r, ROUNDED if weights == "fp8" else TOLERANCE
 
 
-def test_blocks_agree_with_the_oracle(pair) -> None:
+def test_blocks_agree_with_the_oracle(pair):
     models, sender, receiver, tolerance = pair
     hf = {
         name: load_model(ModelSource(path=path), dtype=torch.bfloat16, device=torch.device("cuda"))

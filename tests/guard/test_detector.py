@@ -44,7 +44,7 @@ def delay(drawn: Iterator[float], most: int) -> int:
     return most
 
 
-def test_evidence_is_the_published_recursion() -> None:
+def test_evidence_is_the_published_recursion():
     """M_n = (M_{n-1} + 1) L_n is the sum over every possible beginning of the products after it."""
     random = Random(1)
     drawn = [random.random() for _ in range(30)]
@@ -58,7 +58,7 @@ def test_evidence_is_the_published_recursion() -> None:
     assert strength(evidence) == pytest.approx(fmean(evidence))
 
 
-def test_at_the_allowed_mean_evidence_grows_by_one_on_average() -> None:
+def test_at_the_allowed_mean_evidence_grows_by_one_on_average():
     """The average is over all sequences of a distribution with that mean, so the result is
     exact."""
     chances = {0.0: 0.75, 0.2: 0.0, 1.0: 0.25}
@@ -72,7 +72,7 @@ def test_at_the_allowed_mean_evidence_grows_by_one_on_average() -> None:
         assert mean == pytest.approx(length)
 
 
-def test_twenty_thousand_healthy_observations_raise_nothing() -> None:
+def test_twenty_thousand_healthy_observations_raise_nothing():
     """One plan is the measured block [2, 5): mean 0.002, and nine in ten below 0.005. Another has
     half of the allowed mean. By the bound on the average run, 20,000 observations raise an alarm
     with probability 0.2 at most."""
@@ -82,7 +82,7 @@ def test_twenty_thousand_healthy_observations_raise_nothing() -> None:
 
 
 @pytest.mark.parametrize("draw", ("beta", "all or nothing"))
-def test_at_the_edge_of_what_is_allowed_alarms_are_as_rare_as_stated(draw: str) -> None:
+def test_at_the_edge_of_what_is_allowed_alarms_are_as_rare_as_stated(draw):
     """There are 100 runs of 2,000 observations with the allowed mean. Each raises an alarm with
     probability 0.02 at most, so more than 10 do with less than 0.0001."""
     alarms = 0
@@ -98,14 +98,14 @@ def test_at_the_edge_of_what_is_allowed_alarms_are_as_rare_as_stated(draw: str) 
 
 
 @pytest.mark.parametrize(("mean", "most"), ((0.10, 600), (0.26, 45), (0.83, 12)))
-def test_a_risen_mean_is_found_soon(mean: float, most: int) -> None:
+def test_a_risen_mean_is_found_soon(mean, most):
     """The allowed mean is 0.05. A risen mean of 0.26 is that of a block that is one layer short,
     and 0.83 is that of full reuse. Of twenty runs, all but one raise the alarm in time."""
     delays = sorted(delay(values(mean, Random(seed)), 10 * most) for seed in range(20))
     assert delays[18] <= most
 
 
-def test_suspicion_rises_after_fewer_values_than_strength() -> None:
+def test_suspicion_rises_after_fewer_values_than_strength():
     """Suspicion settles if values stay below the allowed mean, and soon grows if they do not."""
     for share, limit in ((0.0, 1.0), (0.5, 2.0)):
         evidence = NO_EVIDENCE
@@ -116,7 +116,7 @@ def test_suspicion_rises_after_fewer_values_than_strength() -> None:
     assert suspicion(evidence) > 2 and strength(evidence) < 10
 
 
-def test_an_hour_adds_a_bounded_share_of_evidence() -> None:
+def test_an_hour_adds_a_bounded_share_of_evidence():
     began = tuple(10.0 for _ in SHARES)
     evidence = began
     for _ in range(100):

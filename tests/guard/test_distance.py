@@ -34,7 +34,7 @@ def true_distance(one: Probs, other: Probs) -> float:
 
 
 @pytest.mark.parametrize("sharpness", (1.0, 4.0, 8.0))
-def test_it_is_never_above_the_true_one_and_none_of_what_is_the_same(sharpness: float) -> None:
+def test_it_is_never_above_the_true_one_and_none_of_what_is_the_same(sharpness):
     random = Random(f"{sharpness}")
     for size in (TOP, 60, 400):
         ours = drawn(random, size, sharpness)
@@ -47,7 +47,7 @@ def test_it_is_never_above_the_true_one_and_none_of_what_is_the_same(sharpness: 
             )
 
 
-def test_it_is_nearly_the_true_one_where_few_tokens_have_nearly_all() -> None:
+def test_it_is_nearly_the_true_one_where_few_tokens_have_nearly_all():
     random = Random(3)
     for _ in range(20):
         ours, theirs = drawn(random, 500, 12.0), drawn(random, 500, 12.0)
@@ -55,12 +55,12 @@ def test_it_is_nearly_the_true_one_where_few_tokens_have_nearly_all() -> None:
         assert total_variation(known(ours), known(theirs)) > true - 0.05
 
 
-def test_predictions_without_a_common_likely_token_are_far_apart() -> None:
+def test_predictions_without_a_common_likely_token_are_far_apart():
     ours = {it: log(0.99 if it == 0 else 0.01 / TOP) for it in range(TOP)}
     theirs = {it + 100: value for it, value in ours.items()}
     assert total_variation(ours, theirs) > 0.98
 
 
-def test_means_are_over_the_positions_that_both_have() -> None:
+def test_means_are_over_the_positions_that_both_have():
     a, b = {1: log(0.9), 2: log(0.1)}, {1: log(0.1), 2: log(0.9)}
     assert distance([a, a, a], [a, b]) == pytest.approx(0.4)

@@ -71,7 +71,7 @@ def blocks_of(profile: PairProfile) -> set[tuple[int, int]]:
     return {(it.start, it.stop) for it in profile.blocks}
 
 
-def test_after_an_alarm_the_next_best_plans_serve_and_then_what_is_exact() -> None:
+def test_after_an_alarm_the_next_best_plans_serve_and_then_what_is_exact():
     pair = watched(PAIR)
     assert [it.block for it in pair.plans] == [(1, 6), (2, 6), (3, 5)]
     assert [it.allowed for it in pair.plans] == pytest.approx([0.03 + NOISE, NOISE, NOISE])
@@ -91,7 +91,7 @@ def test_after_an_alarm_the_next_best_plans_serve_and_then_what_is_exact() -> No
     assert not left.is_usable and "drift guard" in left.reason
 
 
-def test_a_suspect_is_watched_closely_before_there_is_an_alarm() -> None:
+def test_a_suspect_is_watched_closely_before_there_is_an_alarm():
     pair = watched(PAIR)
     for _ in range(20):
         pair = seen(pair, NEXT, 0.0)
@@ -101,7 +101,7 @@ def test_a_suspect_is_watched_closely_before_there_is_an_alarm() -> None:
     assert pair.num_left == 3 and pair.strength < 1000
 
 
-def test_the_first_twenty_answers_of_a_plan_are_compared_once_one_is() -> None:
+def test_the_first_twenty_answers_of_a_plan_are_compared_once_one_is():
     pair = watched(PAIR)
     assert not list(pair.suspects)
     for _ in range(20):
@@ -110,7 +110,7 @@ def test_the_first_twenty_answers_of_a_plan_are_compared_once_one_is() -> None:
         assert suspects == [plan(NEXT)] * (num_shadows < 20)
 
 
-def test_plan_at_its_measured_distance_stays_in_service() -> None:
+def test_plan_at_its_measured_distance_stays_in_service():
     """A plan stays in service for ever at the distance that its profile states. A plan without a
     stated distance does not."""
     random, pair = Random(1), watched(PAIR)
@@ -122,7 +122,7 @@ def test_plan_at_its_measured_distance_stays_in_service() -> None:
     assert pair.num_left == 2
 
 
-def test_an_hour_of_hard_documents_takes_nothing_out_of_service() -> None:
+def test_an_hour_of_hard_documents_takes_nothing_out_of_service():
     pair = watched(PAIR)
     for _ in range(300):
         pair = seen(pair, LEAST, 1.0)
@@ -130,7 +130,7 @@ def test_an_hour_of_hard_documents_takes_nothing_out_of_service() -> None:
     assert shadows_until_alarm(pair, LEAST, 1.0)[0].num_left == 2, "hours of them do"
 
 
-def test_a_document_adds_evidence_once() -> None:
+def test_a_document_adds_evidence_once():
     pair = watched(PAIR)
     for num in range(300):
         pair = seen(pair, LEAST, 1.0, num, document="the hard one")
@@ -227,7 +227,7 @@ def test_a_profile_that_allows_nothing_of_its_own_is_named_at_the_start(tmp_path
 
 
 @pytest.mark.parametrize("reset", ["reader", SENDER, "all"])
-def test_an_operator_begins_anew(tmp_path: Path, reset: str) -> None:
+def test_an_operator_begins_anew(tmp_path, reset):
     planner = Planner()
     guard = guard_of(planner, tmp_path / "guard.json")
     while not planner.generation:
@@ -265,7 +265,7 @@ def test_impossible_question_is_answered_with_its_fault(tmp_path, question):
     assert guard.answer("") == before and not (tmp_path / "guard.json").exists()
 
 
-def test_evidence_of_before_a_restart_counts(tmp_path: Path) -> None:
+def test_evidence_of_before_a_restart_counts(tmp_path):
     path = tmp_path / "guard.json"
     planner, num = Planner(), 0
     while planner.profiles[SENDER, RECEIVER] == PAIR:
@@ -274,7 +274,7 @@ def test_evidence_of_before_a_restart_counts(tmp_path: Path) -> None:
     assert 1 < num < 30
 
 
-def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+def test_only_the_first_rank_writes(tmp_path):
     tell(guard_of(Planner(), tmp_path / "guard.json", keeps_record=False), shadow=worst())
     assert not list(tmp_path.iterdir())
 
@@ -297,20 +297,20 @@ def test_a_disk_that_fails_does_not_end_the_guard(tmp_path, caplog):
         (" " * ((16 << 20) + 1), "more than 16 MiB"),
     ],
 )
-def test_a_record_that_is_none_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_a_record_that_is_none_is_refused(tmp_path, content, words):
     (tmp_path / "guard.json").write_text(content)
     with pytest.raises(ConfigError, match=words) as raised:
         check_record(tmp_path / "guard.json")
     assert "remove it" in str(raised.value)
 
 
-def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be"):
         check_record(tmp_path / "file" / "guard.json")
 
 
-def test_a_record_is_one_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_one_servers_alone(tmp_path, monkeypatch):
     """If two servers shared it, each would overwrite the other's evidence."""
     path = tmp_path / "guard.json"
     for _ in range(2):
@@ -332,7 +332,7 @@ def test_last_record_of_the_former_server_is_kept(tmp_path, monkeypatch):
     assert read_record(path) == last
 
 
-def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path: Path) -> None:
+def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path):
     gone = msgspec.structs.replace(watched(PAIR), profile="gone")
     write_record(tmp_path / "guard.json", [gone])
     tell(guard_of(Planner(), tmp_path / "guard.json"), shadow=worst())
@@ -348,17 +348,17 @@ def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path: Path) -> Non
         ({"shadow_busy_share": 2, "guard_path": "g"}, "shadow_busy_share is 2; give 0 to 1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         Settings(**settings)
 
 
-def test_one_in_twenty_is_compared_where_there_is_a_place_for_what_is_found() -> None:
+def test_one_in_twenty_is_compared_where_there_is_a_place_for_what_is_found():
     rates = (Settings(), Settings(guard_path="g"), Settings(guard_path="g", shadow_rate=0.0))
     assert [it.shadow_share for it in rates] == [0.0, 0.05, 0.0]
 
 
-def test_a_person_reads_what_is_out_of_service() -> None:
+def test_a_person_reads_what_is_out_of_service():
     pair, _ = shadows_until_alarm(watched(PAIR), LEAST, 1.0)
     off = GuardState(shadow_rate=0.05, pairs=(pair,), suspects=(), off="weights; restart it")
     assert list(guard_lines(off)) == ["off: weights; restart it"]
@@ -447,7 +447,7 @@ def test_the_first_alarm_takes_the_plan_from_the_line_until_an_operator_begins_a
     assert states(planner) == ["probation"]
 
 
-def test_the_record_has_no_pairs_that_inherit(tmp_path: Path) -> None:
+def test_the_record_has_no_pairs_that_inherit(tmp_path):
     path = tmp_path / "guard.json"
     guard = guard_of(Inheriting(), path)
     guard.inherit([heir(1, 2)])
@@ -455,7 +455,7 @@ def test_the_record_has_no_pairs_that_inherit(tmp_path: Path) -> None:
     assert read_record(path) == ()
 
 
-def test_a_pair_that_changed_too_much_has_no_plan_and_is_told(tmp_path: Path) -> None:
+def test_a_pair_that_changed_too_much_has_no_plan_and_is_told(tmp_path):
     planner = Inheriting()
     guard = guard_of(planner, tmp_path / "guard.json")
     guard.inherit([heir(1, 3, found=(0.5,) * 11), heir(2, 3)])
@@ -466,7 +466,7 @@ def test_a_pair_that_changed_too_much_has_no_plan_and_is_told(tmp_path: Path) ->
     assert counts == {"probation": 1, "in_service": 0, "out_of_service": 0, "too_far": 1}
 
 
-def test_a_pair_with_a_profile_of_its_own_inherits_nothing(tmp_path: Path) -> None:
+def test_a_pair_with_a_profile_of_its_own_inherits_nothing(tmp_path):
     planner = Planner()
     guard = guard_of(planner, tmp_path / "guard.json")
     guard.inherit([LINE.inherited(PAIR.sender, PAIR.receiver, NOTHING)])
@@ -474,6 +474,6 @@ def test_a_pair_with_a_profile_of_its_own_inherits_nothing(tmp_path: Path) -> No
     assert tell(guard).pairs == (watched(PAIR),)
 
 
-def test_a_person_reads_which_plan_is_on_probation() -> None:
+def test_a_person_reads_which_plan_is_on_probation():
     state = GuardState(shadow_rate=0.05, pairs=(watched(heir(1, 2)),), suspects=())
     assert "on probation    no layer anew" in [*guard_lines(state)][-1]

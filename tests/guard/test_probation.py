@@ -45,14 +45,14 @@ def ends(traffic: object, mean: float) -> tuple[Counter[str], list[int]]:
 
 
 @pytest.mark.parametrize("traffic", [independent, clustered])
-def test_a_pair_at_half_of_what_is_allowed_passes_without_an_alarm(traffic: object) -> None:
+def test_a_pair_at_half_of_what_is_allowed_passes_without_an_alarm(traffic):
     counts, nums = ends(traffic, ALLOWED / 2)
     assert not counts["off"] and counts["over"] >= 0.98 * NUM_PAIRS
     assert nums[0] >= 69 and nums[NUM_PAIRS // 2] < 250
 
 
 @pytest.mark.parametrize(("traffic", "most_wrong"), [(independent, 0.05), (clustered, 0.55)])
-def test_errors_at_exactly_what_is_allowed(traffic: object, most_wrong: float) -> None:
+def test_errors_at_exactly_what_is_allowed(traffic, most_wrong):
     """With exactly the allowed mean, either end is an error. Independent documents keep both errors
     rare."""
     counts, _ = ends(traffic, ALLOWED)
@@ -61,26 +61,26 @@ def test_errors_at_exactly_what_is_allowed(traffic: object, most_wrong: float) -
 
 
 @pytest.mark.parametrize(("traffic", "most_wrong"), [(independent, 0.0), (clustered, 0.15)])
-def test_a_pair_at_twice_what_is_allowed_goes_off(traffic: object, most_wrong: float) -> None:
+def test_a_pair_at_twice_what_is_allowed_goes_off(traffic, most_wrong):
     counts, nums = ends(traffic, 2 * ALLOWED)
     assert counts["over"] <= most_wrong * NUM_PAIRS
     assert counts["off"] >= (1 - most_wrong) * NUM_PAIRS - counts["open"]
     assert nums[NUM_PAIRS // 2] < 150
 
 
-def test_a_pair_that_answers_otherwise_is_off_within_a_few_documents() -> None:
+def test_a_pair_that_answers_otherwise_is_off_within_a_few_documents():
     counts, nums = ends(independent, 0.4)
     assert counts == {"off": NUM_PAIRS} and nums[-1] < 40
 
 
 @pytest.mark.parametrize(("allowed", "fewest"), [(0.02, 175), (0.05, 69), (0.1, 34)])
-def test_so_many_equal_answers_end_probation(allowed: float, fewest: int) -> None:
+def test_so_many_equal_answers_end_probation(allowed, fewest):
     probation = Probation()
     for _ in range(fewest - 1):
         probation = probation.after(0.0, allowed)
     assert not probation.is_over and probation.after(0.0, allowed).is_over
 
 
-def test_a_profile_from_few_data_allows_anything_and_ends_at_once() -> None:
+def test_a_profile_from_few_data_allows_anything_and_ends_at_once():
     assert Probation().after(1.0, 1.02).is_alarm is False
     assert Probation().after(0.5, 1.02).is_over

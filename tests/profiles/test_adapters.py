@@ -93,7 +93,7 @@ def assert_merged_as_peft_does(base: Path, adapter: Path, out: Path) -> None:
         ("mixtral", ATTENTION),
     ],
 )
-def test_every_family_is_merged_as_peft_does(family: str, targets: Any, tmp_path: Path) -> None:
+def test_every_family_is_merged_as_peft_does(family, targets, tmp_path):
     base = write_base(tmp_path / "base", family)
     adapter = write_adapter(base, tmp_path / "adapter", target_modules=targets)
     assert_merged_as_peft_does(base, adapter, tmp_path / "out")
@@ -107,13 +107,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
-def test_every_setting_is_merged_as_peft_does(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_every_setting_is_merged_as_peft_does(settings, tmp_path):
     base = write_base(tmp_path / "base", "qwen2")
     adapter = write_adapter(base, tmp_path / "adapter", **settings)
     assert_merged_as_peft_does(base, adapter, tmp_path / "out")
 
 
-def test_shards_stay_as_they_are_cut(tmp_path: Path) -> None:
+def test_shards_stay_as_they_are_cut(tmp_path):
     base = write_base(tmp_path / "base", "llama", shard="20KB")
     names = sorted(file.name for file in base.iterdir())
     assert "model.safetensors.index.json" in names and len(names) > 5
@@ -124,7 +124,7 @@ def test_shards_stay_as_they_are_cut(tmp_path: Path) -> None:
         assert load_file(file).keys() == load_file(tmp_path / "out" / file.name).keys()
 
 
-def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+def test_tied_embeddings_stay_tied(tmp_path):
     base = write_base(tmp_path / "base", "llama", tie_word_embeddings=True)
     adapter = write_adapter(base, tmp_path / "adapter")
     assert_merged_as_peft_does(base, adapter, tmp_path / "out")
@@ -132,7 +132,7 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
-def test_a_change_of_tied_embeddings_is_refused(module: str, tmp_path: Path) -> None:
+def test_a_change_of_tied_embeddings_is_refused(module, tmp_path):
     base = write_base(tmp_path / "base", "llama", tie_word_embeddings=True)
     adapter = write_adapter(base, tmp_path / "adapter", target_modules=[module])
     with pytest.raises(ConfigError, match=r"adapter .* one tensor; merge it with peft"):
@@ -145,7 +145,7 @@ def test_a_change_of_tied_embeddings_is_refused(module: str, tmp_path: Path) -> 
         merge_folder(base, adapter, tmp_path / "out")
 
 
-def test_experts_by_their_old_names_are_merged_as_peft_does(tmp_path: Path) -> None:
+def test_experts_by_their_old_names_are_merged_as_peft_does(tmp_path):
     """Adapters that transformers 4 saved use these names, and the files of mixtral still do."""
     base = write_base(tmp_path / "base", "mixtral")
     adapter = write_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
@@ -161,7 +161,7 @@ def test_experts_by_their_old_names_are_merged_as_peft_does(tmp_path: Path) -> N
     assert_merged_as_peft_does(base, adapter, tmp_path / "out")
 
 
-def test_stacked_experts_are_refused(tmp_path: Path) -> None:
+def test_stacked_experts_are_refused(tmp_path):
     base = write_base(tmp_path / "base", "mixtral")
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapter = write_adapter(
@@ -212,7 +212,7 @@ def test_adapter_that_sglang_would_apply_differently_is_refused(plain, setting, 
     ],
     ids=["IA3", "DoRA", "PiSSA", "tokens", "replication"],
 )
-def test_other_variants_are_refused(config: Any, message: str, tmp_path: Path) -> None:
+def test_other_variants_are_refused(config, message, tmp_path):
     base = write_base(tmp_path / "base", "llama")
     adapter = write_adapter(base, tmp_path / "adapter", config)
     with pytest.raises(ConfigError, match=f"{tmp_path}/adapter/adapter_config.json {message}"):
@@ -233,7 +233,7 @@ def adapter(plain, tmp_path: Path) -> Path:
     return Path(shutil.copytree(plain[1], tmp_path / "adapter"))
 
 
-def test_a_setting_of_later_is_refused(adapter: Path) -> None:
+def test_a_setting_of_later_is_refused(adapter):
     read_config(edit_config(adapter, a_setting_of_later=None))
     with pytest.raises(ConfigError, match="has a_setting_of_later = 3"):
         read_config(edit_config(adapter, a_setting_of_later=3))
@@ -252,7 +252,7 @@ def test_a_config_that_does_not_fit_is_refused(plain, adapter, changes, message)
         with_adapter(base, edit_config(adapter, **changes))
 
 
-def test_another_base_is_refused(plain, tmp_path: Path) -> None:
+def test_another_base_is_refused(plain, tmp_path):
     for name, changes in {
         "lacks": {"num_hidden_layers": NUM_LAYERS - 1},
         "the base's of": {"intermediate_size": 64},
@@ -262,7 +262,7 @@ def test_another_base_is_refused(plain, tmp_path: Path) -> None:
             merge_folder(base, plain[1], tmp_path / "out")
 
 
-def test_broken_files_are_named(plain, adapter: Path) -> None:
+def test_broken_files_are_named(plain, adapter):
     base = load_file(plain[0] / "model.safetensors")
     weights = adapter / "adapter_model.safetensors"
     tensors = load_file(weights)
@@ -281,7 +281,7 @@ def test_broken_files_are_named(plain, adapter: Path) -> None:
         read_config(adapter)
 
 
-def test_sums_are_made_in_float32_and_rounded_once() -> None:
+def test_sums_are_made_in_float32_and_rounded_once():
     torch.manual_seed(0)
     base = {"m.weight": torch.randn(8, 8), "other.weight": torch.randn(3)}
     factors = {"m.lora_A.weight": torch.randn(2, 8), "m.lora_B.weight": torch.randn(8, 2)}
@@ -298,7 +298,7 @@ def test_sums_are_made_in_float32_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_base_layer_that_was_saved_too_has_to_be_the_bases(dtype: torch.dtype) -> None:
+def test_a_base_layer_that_was_saved_too_has_to_be_the_bases(dtype):
     """The layer's dtype does not matter: SGLang reads no such layer."""
     a, b, own = torch.randn(2, 8), torch.randn(8, 2), torch.randn(8, 8)
     factors = {"m.lora_A.weight": a, "m.lora_B.weight": b, "m.base_layer.weight": own.to(dtype)}
@@ -309,7 +309,7 @@ def test_a_base_layer_that_was_saved_too_has_to_be_the_bases(dtype: torch.dtype)
         merged({"m.weight": own + 1}, factors, twice)
 
 
-def test_the_command_merges_or_says_why_not(plain, tmp_path: Path) -> None:
+def test_the_command_merges_or_says_why_not(plain, tmp_path):
     base, adapter = plain
     for weights, code in ((base, 0), (tmp_path, 1)):
         command = [sys.executable, "-m", "tools.merge", "--base", str(weights)]
@@ -320,7 +320,7 @@ def test_the_command_merges_or_says_why_not(plain, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"merge: {tmp_path} has neither model.safetensors")
 
 
-def test_no_adapter_in_the_repository_lies_beside_whole_weights() -> None:
+def test_no_adapter_in_the_repository_lies_beside_whole_weights():
     """If peft is installed, transformers would apply the adapter to the whole weights."""
     adapters = list((ROOT / "examples").rglob("adapter_config.json"))
     assert adapters

@@ -86,7 +86,7 @@ def measured(progress=lambda _: None, repeats=ONCE) -> CostModel:
     )
 
 
-def test_known_costs_of_modules_are_recovered() -> None:
+def test_known_costs_of_modules_are_recovered():
     costs = measured()
     assert costs.layer_s == pytest.approx(MLP_S, rel=1e-3)
     assert costs.layer_token_s == pytest.approx(KV_TOKEN_S + MLP_TOKEN_S, rel=1e-3)
@@ -102,14 +102,14 @@ def test_known_costs_of_modules_are_recovered() -> None:
     assert costs.load_time_s(1e5) == pytest.approx(TICK_S, rel=1e-3)
 
 
-def test_costs_are_those_of_the_model() -> None:
+def test_costs_are_those_of_the_model():
     costs = measured()
     assert costs.num_layers == NUM_LAYERS
     assert costs.kv_bytes == 2 * 2 * 8 * 4
     assert costs.e_bytes == 32 * 4
 
 
-def test_held_out_plans_are_measured_at_other_lengths_and_predicted_by_the_fit() -> None:
+def test_held_out_plans_are_measured_at_other_lengths_and_predicted_by_the_fit():
     costs = measured()
     plans = {(it.num_tokens, it.start, it.stop): it for it in costs.held_out}
     assert len(plans) == len(costs.held_out)
@@ -138,17 +138,17 @@ def expected_s(num_tokens: int, block: Span) -> float:
     return (len(block) - 1) * layer_s(num_tokens) + KV_TOKEN_S * num_tokens + suffix_s
 
 
-def test_the_same_clock_gives_the_same_costs() -> None:
+def test_the_same_clock_gives_the_same_costs():
     assert msgspec.json.encode(measured()) == msgspec.json.encode(measured())
 
 
-def test_a_pass_ends_in_k_and_v_alone() -> None:
+def test_a_pass_ends_in_k_and_v_alone():
     costs = measured()
     assert costs.pass_s(40, 3) == pytest.approx(2 * layer_s(40) + 40 * KV_TOKEN_S, rel=1e-3)
     assert costs.pass_s(40, 1) == pytest.approx(40 * KV_TOKEN_S, rel=1e-3)
 
 
-def test_progress_ends_at_all_however_early_it_stops() -> None:
+def test_progress_ends_at_all_however_early_it_stops():
     for budget_s in (0.0, math.inf):
         done: list[float] = []
         measured(done.append, Repeats(least=1, most=3, budget_s=budget_s))
@@ -156,7 +156,7 @@ def test_progress_ends_at_all_however_early_it_stops() -> None:
         assert done[-1] == 1.0 and done[0] < 0.1
 
 
-def test_progress_follows_the_budget_or_the_turns_that_have_to_be() -> None:
+def test_progress_follows_the_budget_or_the_turns_that_have_to_be():
     """Each of four tasks takes half a second per turn. There are two to eight turns."""
     for budget_s, num_done in ((10.0, 10), (1.0, 8), (math.inf, 32)):
         done: list[float] = []
@@ -167,7 +167,7 @@ def test_progress_follows_the_budget_or_the_turns_that_have_to_be() -> None:
         assert halfway == pytest.approx(0.5, abs=0.15), (budget_s, done)
 
 
-def test_real_times_are_finite_and_none_is_missing() -> None:
+def test_real_times_are_finite_and_none_is_missing():
     model = LayeredModel(make_model("llama", 1))
     lengths, held_out = choose_lengths(64, 256, 16, "receiver")
     costs = measure_costs(
@@ -187,7 +187,7 @@ def test_real_times_are_finite_and_none_is_missing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_timed_passes_equal_recompute_and_full_prefill(family, dtype) -> None:
+def test_timed_passes_equal_recompute_and_full_prefill(family, dtype):
     model = LayeredModel(make_model(family, 1).to(dtype))
     receiver = TimedReceiver(model, 40, NUM_SUFFIX)
     entering = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -202,7 +202,7 @@ def test_timed_passes_equal_recompute_and_full_prefill(family, dtype) -> None:
         assert len(set(whole)) > 1
 
 
-def test_a_load_moves_the_bytes_that_it_is_charged_for() -> None:
+def test_a_load_moves_the_bytes_that_it_is_charged_for():
     receiver = TimedReceiver(LayeredModel(make_model("qwen3", 1)), 40, NUM_SUFFIX)
     one, every = receiver.load(24)
     for part, num_layers in ((one, 1), (every, NUM_LAYERS)):
@@ -215,7 +215,7 @@ def test_a_load_moves_the_bytes_that_it_is_charged_for() -> None:
 @pytest.mark.parametrize(
     "block", [EMPTY_SPAN, Span(0, 1), Span(2, 3), Span(4, NUM_LAYERS)], ids=str
 )
-def test_a_plan_loads_every_layer_that_it_does_not_recompute(block: Span) -> None:
+def test_a_plan_loads_every_layer_that_it_does_not_recompute(block):
     model = LayeredModel(make_model("llama", 1))
     lengths = range(20, 40, 2)
     fresh, loaded = [], []
@@ -231,7 +231,7 @@ def test_a_plan_loads_every_layer_that_it_does_not_recompute(block: Span) -> Non
     st.lists(st.floats(1e-6, 1e-3), min_size=3, max_size=3),
     st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
 )
-def test_the_fit_recovers_what_times_were_made_from(scales, present) -> None:
+def test_the_fit_recovers_what_times_were_made_from(scales, present):
     lengths = np.array([128.0, 256, 512, 1024, 2048])
     terms = np.stack([np.ones(5), lengths, lengths**2], 1)
     typical = terms[2]
@@ -239,7 +239,7 @@ def test_the_fit_recovers_what_times_were_made_from(scales, present) -> None:
     assert fit(terms, terms @ known) == pytest.approx(known, rel=1e-6, abs=1e-9 / typical.max())
 
 
-def test_the_fit_recovers_coefficients_from_noisy_times() -> None:
+def test_the_fit_recovers_coefficients_from_noisy_times():
     noise = np.random.default_rng(0)
     known = np.array([2e-3, 7e-5, 2e-8])
     lengths = np.tile([128.0, 256, 512, 1024, 2048], 8)
@@ -251,7 +251,7 @@ def test_the_fit_recovers_coefficients_from_noisy_times() -> None:
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5))
-def test_the_fit_is_the_best_without_negative_coefficients(times_s) -> None:
+def test_the_fit_is_the_best_without_negative_coefficients(times_s):
     """The conditions of Karush, Kuhn and Tucker hold: no allowed step improves the fit."""
     lengths = np.array([1.0, 2, 4, 8, 16])
     terms = np.stack([np.ones(5), lengths, lengths**2], 1)
@@ -264,7 +264,7 @@ def test_the_fit_is_the_best_without_negative_coefficients(times_s) -> None:
     assert (np.abs(slope[fitted > 0]) <= size[fitted > 0]).all()
 
 
-def test_the_fastest_turn_counts_and_turns_go_to_and_fro() -> None:
+def test_the_fastest_turn_counts_and_turns_go_to_and_fro():
     clock, order = Clock(), []
     seconds = {"a": iter([9.0, 2.0, 3.0]), "b": iter([5.0, 50.0, 4.0])}
 
@@ -279,7 +279,7 @@ def test_the_fastest_turn_counts_and_turns_go_to_and_fro() -> None:
 
 
 @pytest.mark.parametrize(("budget_s", "turns"), [(0.0, 2), (25.0, 3), (1000.0, 6)])
-def test_turns_end_with_the_budget_but_not_before_the_least(budget_s: float, turns: int) -> None:
+def test_turns_end_with_the_budget_but_not_before_the_least(budget_s, turns):
     clock, done, ran = Clock(), [], []
 
     def work() -> None:
@@ -292,7 +292,7 @@ def test_turns_end_with_the_budget_but_not_before_the_least(budget_s: float, tur
 
 
 @given(st.integers(16, 200_000), st.integers(64, 200_000), st.sampled_from([1, 16, 48, 64, 256]))
-def test_lengths_span_the_data_and_none_is_judged_on_itself(longest, positions, page_size) -> None:
+def test_lengths_span_the_data_and_none_is_judged_on_itself(longest, positions, page_size):
     fitted, held_out = choose_lengths(longest, positions, page_size, "receiver")
     top = min(max(longest, 512), positions)
     assert len(set(fitted)) == len(fitted) >= 4
@@ -314,12 +314,12 @@ def test_lengths_span_the_data_and_none_is_judged_on_itself(longest, positions, 
 )
 def test_lengths_are_halves_in_whole_pages_where_those_tell_them_apart(
     longest, positions, page_size, fitted, held_out
-) -> None:
+):
     assert choose_lengths(longest, positions, page_size, "receiver") == (fitted, held_out)
 
 
 @pytest.mark.parametrize(("positions", "left"), [(16, 16), (0, 0), (-100, 0)])
-def test_a_model_too_short_to_be_timed_is_refused(positions: int, left: int) -> None:
+def test_a_model_too_short_to_be_timed_is_refused(positions, left):
     """Two questions may be longer than all positions that the model has."""
     says = rf"leave {left} of the smaller model's positions .*, or a model of more positions"
     with pytest.raises(ConfigError, match=says):

@@ -126,8 +126,8 @@ def test_answers_in_the_data_are_learned(labels, base, teacher, tmp_path):
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    base: Path, teacher: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, teacher, prompts, tmp_path, monkeypatch
+):
     arguments = [*flags(base, prompts, tmp_path / "whole"), "--adapter", teacher, "--steps", 6]
     run(*arguments)
     monkeypatch.setattr(training, "SAVE_EVERY_S", 0.0)
@@ -155,14 +155,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 
 
 @pytest.mark.parametrize("architecture", ["granite", "qwen3", "phi3"])
-def test_other_classes_run_through_their_own_forward(architecture: str, tmp_path: Path) -> None:
+def test_other_classes_run_through_their_own_forward(architecture, tmp_path):
     base = write_base(tmp_path / "base", architecture)
     data = write_prompts(tmp_path / "data.jsonl", [record(i, answers=["oak"]) for i in range(12)])
     status, said = run(*flags(base, data, tmp_path / "out"), "--labels", "--steps", 2)
     assert status == 0, said
 
 
-def test_branches_are_prompts_of_their_own_and_take_the_gradients_of_sdpa(base: Path) -> None:
+def test_branches_are_prompts_of_their_own_and_take_the_gradients_of_sdpa(base):
     document, questions = tuple(range(40, 70)), [(5, 6, 7, 8), (9, 10)]
     gradients = []
     for attention in (ATTENTION, "sdpa"):
@@ -220,14 +220,14 @@ def test_data_without_room_for_held_out_contexts_are_refused(base, teacher, tmp_
     assert (status, "cannot be split" in said) == (1, True)
 
 
-def test_an_adapter_of_another_base_is_refused(base: Path, prompts: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_is_refused(base, prompts, tmp_path):
     other = write_base(tmp_path / "other", intermediate_size=96)
     teacher = write_teacher(other, tmp_path / "teacher")
     status, said = run(*flags(base, prompts, tmp_path / "out"), "--adapter", teacher)
     assert (status, "give the base that it was trained on" in said) == (1, True)
 
 
-def test_white_space_before_a_header_is_shown(base: Path, teacher: Path, tmp_path: Path) -> None:
+def test_white_space_before_a_header_is_shown(base, teacher, tmp_path):
     records = [record(i) for i in range(12)]
     records[2] = {**records[2], **SPACE}
     data = write_prompts(tmp_path / "data.jsonl", records)
@@ -237,8 +237,8 @@ def test_white_space_before_a_header_is_shown(base: Path, teacher: Path, tmp_pat
 
 
 def test_without_peft_the_command_says_what_to_install(
-    base: Path, teacher: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, teacher, prompts, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "peft", None)
     status, said = run(*flags(base, prompts, tmp_path / "out"), "--adapter", teacher)
     assert (status, said.count("\n")) == (1, 1)

@@ -36,7 +36,7 @@ def moments(*seeds: int, scatter: float = 0.0) -> Moments:
     return sums
 
 
-def test_a_map_is_found_where_there_is_one() -> None:
+def test_a_map_is_found_where_there_is_one():
     correction, explained = fit(moments(10, 11), moments(12))
     theirs, ours = rows(13)
     assert explained > 0.999
@@ -45,7 +45,7 @@ def test_a_map_is_found_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_explained_share_equals_that_of_row_by_row(penalty: float) -> None:
+def test_explained_share_equals_that_of_row_by_row(penalty):
     first, second = moments(10, 11, scatter=2.0), moments(12, scatter=2.0)
     correction = first.solve(penalty)
     theirs, ours = rows(12, 2.0)
@@ -56,7 +56,7 @@ def test_explained_share_equals_that_of_row_by_row(penalty: float) -> None:
     assert second.explained(correction) == pytest.approx(1 - float(left), abs=1e-3)
 
 
-def test_chance_is_not_fitted() -> None:
+def test_chance_is_not_fitted():
     """The penalty is chosen on other contexts, so noise that a map cannot predict is left alone."""
     first, second = Moments(HIDDEN), Moments(HIDDEN)
     for seed, part in ((20, first), (21, second)):
@@ -77,7 +77,7 @@ class _Passes:
         return self._both
 
 
-def test_maps_have_the_models_dtype_and_a_name_by_their_content() -> None:
+def test_maps_have_the_models_dtype_and_a_name_by_their_content():
     contexts = (_Passes(seed) for seed in range(30, 38))
     ((named, correction),) = fit_maps(contexts, [5], torch.bfloat16, "cpu").items()
     assert (named.layer, named.dtype) == (5, "bfloat16")
@@ -85,14 +85,14 @@ def test_maps_have_the_models_dtype_and_a_name_by_their_content() -> None:
     assert correction.named(5) == named
 
 
-def test_equal_e_or_too_few_contexts_give_no_map() -> None:
+def test_equal_e_or_too_few_contexts_give_no_map():
     equal = [_Passes(seed, is_equal=True) for seed in range(30, 38)]
     few = [_Passes(seed) for seed in range(30, 33)]
     for contexts in (equal, few, []):
         assert fit_maps(contexts, [5], torch.float32, "cpu") == {}
 
 
-def test_a_block_from_corrected_e_is_the_oracles() -> None:
+def test_a_block_from_corrected_e_is_the_oracles():
     pair = SHIPPED[1].load()
     document, hidden = document_of(pair, 0), pair.receiver.config.hidden_size
     correction = Correction(drawn(1, hidden), drawn(2, hidden, hidden) / hidden)
@@ -116,7 +116,7 @@ def test_a_block_from_corrected_e_is_the_oracles() -> None:
             assert not torch.allclose(one, uncorrected, atol=1e-2)
 
 
-def test_e_is_corrected_on_the_receivers_device() -> None:
+def test_e_is_corrected_on_the_receivers_device():
     """On a server with a GPU, the host would take many times as long for this as the recompute."""
     entered = []
 

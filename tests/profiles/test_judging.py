@@ -35,14 +35,14 @@ def document_of(pair: Pair, number: int) -> Document:
     return read_documents(DATA / "train.jsonl", pair.tokenizer)[number]
 
 
-def test_quality_has_as_many_digits_as_a_profile_keeps() -> None:
+def test_quality_has_as_many_digits_as_a_profile_keeps():
     """Otherwise a reader of the profile could not recompute the verdict."""
     says = SimpleNamespace(decode=lambda *_, **__: "w5 w6")
     answerer = Answerer(model=None, tokenizer=says, ends=frozenset(), room=None)
     assert answerer.quality(make_document(32, 1), 0, ()) == 0.6667, "two thirds of F1"
 
 
-def test_scores_are_the_oracles(pair: Pair) -> None:
+def test_scores_are_the_oracles(pair):
     """The layers are random. The message has the seed for which a score differs."""
     seed = random.randrange(1000)
     picked = random.Random(seed)
@@ -69,7 +69,7 @@ def test_scores_are_the_oracles(pair: Pair) -> None:
             assert quality == expected, f"seed {seed}, {plan.runs}, {question.name}"
 
 
-def test_logits_that_are_not_finite_end_the_run(pair: Pair) -> None:
+def test_logits_that_are_not_finite_end_the_run(pair):
     """In a journal, such scores could not be told from answers that were not decoded."""
     document = document_of(pair, 0)
     _, receiver = answerers(pair, [document], 2.0)
@@ -82,7 +82,7 @@ def test_logits_that_are_not_finite_end_the_run(pair: Pair) -> None:
     assert examination.examine([own], [mixture], is_decoded=True)[0][0].tv < 1e-3
 
 
-def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatch) -> None:
+def test_a_distance_is_1_at_most_however_sums_are_rounded(pair, monkeypatch):
     """With a distance above 1, the drift guard would have no bound."""
     document = document_of(pair, 0)
     _, receiver = answerers(pair, [document], 2.0)
@@ -103,7 +103,7 @@ def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatc
     assert {it.tv for it in scores} == {1.0}
 
 
-def test_an_answer_ends_where_either_file_says(pair: Pair, monkeypatch) -> None:
+def test_an_answer_ends_where_either_file_says(pair, monkeypatch):
     """A server uses the end tokens of config.json and of generation_config.json."""
     monkeypatch.setattr(pair.receiver.config, "eos_token_id", 7)
     monkeypatch.setattr(pair.receiver.generation_config, "eos_token_id", [5, 6])
@@ -111,7 +111,7 @@ def test_an_answer_ends_where_either_file_says(pair: Pair, monkeypatch) -> None:
     assert answerer.ends == {5, 6, 7, pair.tokenizer.eos_token_id}
 
 
-def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
+def test_no_more_layers_are_kept_than_the_model_has(pair):
     """Passes that several candidates need run once, if there is room to keep their layers."""
     document = document_of(pair, 0)
     plans = [
@@ -126,7 +126,7 @@ def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
         assert bench.journal.num_passes == 2 + 3 + 1 + (NUM_LAYERS - 1)
 
 
-def test_no_more_mixtures_are_run_together_than_the_model_has_layers() -> None:
+def test_no_more_mixtures_are_run_together_than_the_model_has_layers():
     """Room is reserved for as many mixtures as the model has layers."""
     document = make_document(32, 1)
     plans = [Candidate(runs=(Span(0, it % NUM_LAYERS + 1),)) for it in range(3 * NUM_LAYERS)]

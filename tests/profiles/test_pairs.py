@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from shipped import DATA, WEIGHTS
@@ -136,7 +135,7 @@ def test_a_folder_of_adapters_and_a_models_file_name_the_same(tmp_path):
         ("{", "is not YAML"),
     ],
 )
-def test_a_models_file_that_cannot_be_used_is_named(tmp_path: Path, text, says):
+def test_a_models_file_that_cannot_be_used_is_named(tmp_path, text, says):
     path = tmp_path / "models.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:

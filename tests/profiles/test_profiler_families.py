@@ -183,7 +183,7 @@ def case(request, tmp_path_factory) -> Case:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_whole_profile(case: Case, dtype: str, device: str, tmp_path: Path) -> None:
+def test_a_whole_profile(case, dtype, device, tmp_path):
     settings = make_settings(case, tmp_path / "pair.json", dtype, device)
     profile = make_profile(settings)
     left = [it for it in tmp_path.iterdir() if it.suffix != ".jsonl"]  # A journal, if undecided.
@@ -271,7 +271,7 @@ def until_end(answer: list[int]) -> list[int]:
     return answer[: answer.index(EOS) + 1] if EOS in answer else answer
 
 
-def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
+def test_a_sliding_window_is_refused(tmp_path):
     config = shape("mistral", layers=NUM_LAYERS, hidden=64, heads=4, kv_heads=2)
     config.sliding_window = 24
     sender, receiver = write_models(tmp_path, config, ["sender", "receiver"], std=STD)

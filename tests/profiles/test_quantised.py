@@ -38,7 +38,7 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_model_has_the_matrices_that_were_stored(base: Path, tmp_path: Path, name: str) -> None:
+def test_the_model_has_the_matrices_that_were_stored(base, tmp_path, name):
     quantised = write_quantised(base, tmp_path / name, name)
     loaded = load_model(ModelSource(path=quantised)).state_dict()
     full = load_file(full_of(quantised))
@@ -49,7 +49,7 @@ def test_the_model_has_the_matrices_that_were_stored(base: Path, tmp_path: Path,
         assert ("_proj" in key) != torch.equal(weight, plain[key])
 
 
-def test_gptq_without_an_order_of_its_groups_has_them_in_turn() -> None:
+def test_gptq_without_an_order_of_its_groups_has_them_in_turn():
     weights = {
         "l.qweight": torch.randint(0, 2**31, (8, 16), dtype=torch.int32),
         "l.qzeros": torch.randint(0, 2**31, (4, 2), dtype=torch.int32),
@@ -61,7 +61,7 @@ def test_gptq_without_an_order_of_its_groups_has_them_in_turn() -> None:
     assert torch.equal(plain["l.weight"], expected["l.weight"])
 
 
-def test_gptq_is_what_servers_join_and_compute_in_bfloat16(base: Path, tmp_path: Path) -> None:
+def test_gptq_is_what_servers_join_and_compute_in_bfloat16(base, tmp_path):
     """SGLang keeps one `g_idx` for matrices that multiply the same values. For other types of
     weights, its kernel takes only float16."""
     quantised = write_quantised(base, tmp_path / "gptq", "gptq")

@@ -110,7 +110,7 @@ def base(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder / "base"
 
 
-def test_a_converted_model_is_the_one_in_the_file(model: LlamaForCausalLM, base: Path) -> None:
+def test_a_converted_model_is_the_one_in_the_file(model, base):
     weights = load_file(base / "model.safetensors")
     expected = {n: t.bfloat16() for n, t in model.state_dict().items() if n != "lm_head.weight"}
     assert weights.keys() == expected.keys()
@@ -122,13 +122,13 @@ def test_a_converted_model_is_the_one_in_the_file(model: LlamaForCausalLM, base:
     assert asked == f"<s>user\n{text}</s>\n<s>"
 
 
-def test_converting_again_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
+def test_converting_again_gives_the_same_bytes(base, tmp_path):
     convert(base.parent / "gguf/tiny.gguf", tmp_path / "again")
     for file in base.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
-def test_a_file_with_another_digest_is_refused(base: Path) -> None:
+def test_a_file_with_another_digest_is_refused(base):
     with pytest.raises(BaseError, match=r"config\.json has the digest [0-9a-f]{64}, not 00"):
         require_digest(base / "config.json", "00")
 
@@ -146,7 +146,7 @@ def test_a_package_that_cannot_be_had_is_said_in_a_line(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_base_model_can_be_had(tmp_path: Path) -> None:
+def test_the_base_model_can_be_had(tmp_path):
     base = base_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     chat = Chat(AutoTokenizer.from_pretrained(base))
@@ -155,7 +155,7 @@ def test_the_base_model_can_be_had(tmp_path: Path) -> None:
     assert "Paris" in chat.tokenizer.decode(written[0, len(ids) :])
 
 
-def test_questions_that_share_a_document_do_not_see_one_another(base: Path) -> None:
+def test_questions_that_share_a_document_do_not_see_one_another(base):
     chat = Chat(AutoTokenizer.from_pretrained(base))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     asked = [("What?", "This."), ("Which one of them?", "That."), ("What?", "Else.")]
@@ -185,7 +185,7 @@ def test_the_recipe_trains_to_its_end_and_goes_on_where_it_was_stopped(base, tmp
     assert checkpoint.stat().st_mtime_ns == before
 
 
-def test_shipped_adapters_are_small_and_of_every_layer_of_the_base() -> None:
+def test_shipped_adapters_are_small_and_of_every_layer_of_the_base():
     files = sorted(PACKAGES.parent.glob(f"*/{WEIGHTS}"))
     assert files
     assert all(file.parent.name.removesuffix("_alora") in SKILLS for file in files)
@@ -205,7 +205,7 @@ def packages() -> dict[str, list[Package]]:
     return {part: read_packages(PACKAGES, part) for part in PARTS}
 
 
-def test_a_step_asks_nothing_twice(base: Path, packages: dict[str, list[Package]]) -> None:
+def test_a_step_asks_nothing_twice(base, packages):
     chat = Chat(AutoTokenizer.from_pretrained(base))
     recipe = replace(RECIPES["summaries"], num_questions=40, lengths=(3,))
     step = Steps("summaries", recipe, packages["train"], chat)[0]
@@ -219,7 +219,7 @@ def mentions_people(package: Package, people: frozenset[str]) -> bool:
     return bool(PEOPLE.search(text)) or any(word.lower() in people for word in words)
 
 
-def test_the_data_has_no_people(packages: dict[str, list[Package]]) -> None:
+def test_the_data_has_no_people(packages):
     everything = [it for part in packages.values() for it in part]
     # As seen in the maintainers' fields of the lists that the records come from.
     names = frozenset(
@@ -230,13 +230,13 @@ def test_the_data_has_no_people(packages: dict[str, list[Package]]) -> None:
     assert not re.search(r"\S@\S+\.\S", PACKAGES.read_text())
 
 
-def test_parts_share_no_package_and_no_text(packages: dict[str, list[Package]]) -> None:
+def test_parts_share_no_package_and_no_text(packages):
     for one, other in combinations(packages.values(), 2):
         assert not {it.name for it in one} & {it.name for it in other}
         assert not {it.text for it in one} & {it.text for it in other}
 
 
-def test_sets_are_large_enough_to_judge_by_and_are_always_the_same(tmp_path: Path) -> None:
+def test_sets_are_large_enough_to_judge_by_and_are_always_the_same(tmp_path):
     files = write_sets(PACKAGES, tmp_path / "one")
     again = write_sets(PACKAGES, tmp_path / "two")
     assert [it.read_bytes() for it in files] == [it.read_bytes() for it in again]
@@ -260,7 +260,7 @@ def test_sets_are_large_enough_to_judge_by_and_are_always_the_same(tmp_path: Pat
             assert not any(one & other for one, other in combinations(of_kind, 2))
 
 
-def test_answers_are_in_the_document_but_summaries_are_not(tmp_path: Path) -> None:
+def test_answers_are_in_the_document_but_summaries_are_not(tmp_path):
     write_sets(PACKAGES, tmp_path)
     for record in read_records(tmp_path / "questions/held_out.jsonl"):
         assert record.answers[0] in record.context, record
@@ -272,7 +272,7 @@ def test_answers_are_in_the_document_but_summaries_are_not(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "words", ["distill json --out there", "distill --out there json", "profile --lora base json"]
 )
-def test_what_follows_two_dashes_is_passed_on(words: str) -> None:
+def test_what_follows_two_dashes_is_passed_on(words):
     args = arguments([*words.split(), "--", "--steps", "3"])
     assert (args.command, args.flags) == (words.split()[0], ["--steps", "3"])
     assert arguments(words.split()).flags == []
@@ -294,7 +294,7 @@ def test_lessons_are_mostly_long_and_share_nothing_with_what_judges(skill, tmp_p
         assert harder / len(learned) > 0.6
 
 
-def test_a_document_is_its_records(packages: dict[str, list[Package]]) -> None:
+def test_a_document_is_its_records(packages):
     first, second = packages["choose"][:2]
     assert document([first, second]) == f"{shown(first)}\n\n{shown(second)}"
     assert first.summary not in shown(first) or first.summary in first.text

@@ -24,7 +24,7 @@ from cachetree.planning import EMap
 from profiles.evidence import MeasuredProfile, TaskLoss
 from profiles.report import derived, tables, words
 from profiles.report.page import write_report
-from profiles.report.pictures import PICTURES, Picture
+from profiles.report.pictures import PICTURES
 
 PROFILE = sample_profile()
 NASTY = "</td><script>alert('x')</script>&amp;\"$x^{$"
@@ -68,7 +68,7 @@ def page(folder: Path) -> Page:
     return Page((folder / "index.html").read_text())
 
 
-def test_written_files_are_returned_with_the_page_first(folder: Path, tmp_path: Path) -> None:
+def test_written_files_are_returned_with_the_page_first(folder, tmp_path):
     names = ["index.html", *(f"{it.name}.png" for it in PICTURES)]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
     (tmp_path / "index.html").write_text("an earlier one")
@@ -77,7 +77,7 @@ def test_written_files_are_returned_with_the_page_first(folder: Path, tmp_path: 
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_the_page_carries_every_picture_and_loads_nothing(folder: Path, page: Page) -> None:
+def test_the_page_carries_every_picture_and_loads_nothing(folder, page):
     sources = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
     assert len(sources) == len(PICTURES)
     for source, picture in zip(sources, PICTURES, strict=True):
@@ -90,7 +90,7 @@ def test_the_page_carries_every_picture_and_loads_nothing(folder: Path, page: Pa
     assert "http" not in "".join(value for tag, _, value in page.attributes if tag != "img")
 
 
-def test_the_verdict_comes_first_with_its_numbers(page: Page) -> None:
+def test_the_verdict_comes_first_with_its_numbers(page):
     split, plan = PROFILE.held_out, derived.recommended(PROFILE)
     full_s, (n, m) = derived.full_prefill_s(PROFILE), PROFILE.held_out.mean_lengths
     wanted = ["Passed", PROFILE.reason, "[2, 5)", "3 of 12", f"{n} + {m} tokens"]
@@ -101,20 +101,20 @@ def test_the_verdict_comes_first_with_its_numbers(page: Page) -> None:
     assert str(PROFILE.sender.model_id) in page.text and str(PROFILE.receiver.model_id) in page.text
 
 
-def test_every_picture_has_its_title_and_its_caption(page: Page) -> None:
+def test_every_picture_has_its_title_and_its_caption(page):
     alternatives = [value for tag, name, value in page.attributes if name == "alt"]
     assert alternatives == [it.title for it in PICTURES]
     assert [it.caption for it in PICTURES if it.caption not in page.text] == []
 
 
-def test_recommended_rows_are_marked_and_the_frontier_is_narrow(page: Page) -> None:
+def test_recommended_rows_are_marked_and_the_frontier_is_narrow(page):
     assert ("tr", "class", "marked") in page.attributes
     assert "* [2, 5)" in page.text
     widths = [max(map(len, column)) for column in zip(*tables.frontier(PROFILE).rows, strict=True)]
     assert sum(widths) + 3 * len(widths) < 120, "more does not fit into 1280 pixels"
 
 
-def test_provenance_is_on_the_page(page: Page) -> None:
+def test_provenance_is_on_the_page(page):
     made, split = PROFILE.made, PROFILE.held_out
     wanted = [made.command, made.hardware, made.date, made.template]
     wanted += [f"torch {made.versions['torch']}", f"{made.prefix_passes:,} in all"]
@@ -123,7 +123,7 @@ def test_provenance_is_on_the_page(page: Page) -> None:
     assert [it for it in wanted if it not in page.text] == []
 
 
-def test_names_cannot_become_markup_or_formulas(tmp_path: Path) -> None:
+def test_names_cannot_become_markup_or_formulas(tmp_path):
     file = replace(PROFILE.train.files[0], name=NASTY)
     made = replace(
         PROFILE.made, command=NASTY, device=NASTY, hardware=NASTY, versions={NASTY: NASTY}
@@ -143,7 +143,7 @@ def test_names_cannot_become_markup_or_formulas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
-def test_pictures_are_drawn(picture: Picture, folder: Path) -> None:
+def test_pictures_are_drawn(picture, folder):
     png = (folder / f"{picture.name}.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", png[16:24])
@@ -156,12 +156,12 @@ def test_pictures_are_drawn(picture: Picture, folder: Path) -> None:
     [failed_profile(), whole_model(PROFILE), all_dropped(PROFILE)],
     ids=["failed", "whole_model", "all_dropped"],
 )
-def test_a_pair_without_a_smaller_block_is_said_to_save_nothing(profile: MeasuredProfile) -> None:
+def test_a_pair_without_a_smaller_block_is_said_to_save_nothing(profile):
     assert derived.recommended(profile) is None
     assert said(profile)["recommended plan"] == "none: every prompt is a full prefill"
 
 
-def test_a_plan_that_corrects_e_is_named_so() -> None:
+def test_a_plan_that_corrects_e_is_named_so():
     e_map = EMap(layer=2, dtype="float32", sha256="00")
     frontier = list(PROFILE.frontier)
     place = place_of(PROFILE, Span(2, 5))
@@ -172,7 +172,7 @@ def test_a_plan_that_corrects_e_is_named_so() -> None:
     assert "plan: [2, 5), E corrected;" in tables.tasks(profile).caption
 
 
-def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
+def test_a_row_for_each_task_says_what_is_known_there(tmp_path):
     (facts,) = PROFILE.held_out.tasks
     code = replace(facts, name="code", metric="edit_similarity", num_contexts=7, full_prefill=0.8)
     place = place_of(PROFILE, Span(2, 5))
@@ -212,12 +212,12 @@ def said(profile: MeasuredProfile) -> dict[str, str]:
         (12, "reusing all layers"),
     ],
 )
-def test_lossless_layers_are_reported(first_difference: int, free: str) -> None:
+def test_lossless_layers_are_reported(first_difference, free):
     summary = said(replace(PROFILE, first_difference=first_difference))
     assert summary["lossless whatever the gate says"] == free
 
 
-def test_critical_layers_follow_the_rule() -> None:
+def test_critical_layers_follow_the_rule():
     layers = [
         replace(it, layer=place, fidelity=replace(it.fidelity, kl=kl))
         for place, (it, kl) in enumerate(
@@ -231,14 +231,14 @@ def test_critical_layers_follow_the_rule() -> None:
     assert derived.critical_layers(replace(PROFILE, layers=tuple(layers[3:]))) == ()
 
 
-def test_blocks_within_the_tolerance() -> None:
+def test_blocks_within_the_tolerance():
     least = 0.95 * PROFILE.train.full_prefill.mean
     qualities = (None, least - 1e-6, least + 1e-6, 1.0)
     blocks = [replace(it, quality=q) for it, q in zip(PROFILE.measured, qualities, strict=False)]
     assert derived.within_tolerance(replace(PROFILE, measured=tuple(blocks))) == (*blocks[2:],)
 
 
-def test_a_block_that_saves_no_time_is_said_to_take_more() -> None:
+def test_a_block_that_saves_no_time_is_said_to_take_more():
     full_s = derived.full_prefill_s(PROFILE)
     frontier = [replace(it, ttft_s=2 * full_s) for it in PROFILE.frontier]
     slow = said(replace(PROFILE, frontier=tuple(frontier)))
@@ -247,10 +247,10 @@ def test_a_block_that_saves_no_time_is_said_to_take_more() -> None:
     assert f"200 % of full prefill's {words.seconds(full_s)}" in cell
 
 
-def test_an_unchecked_cost_model_is_said_to_be_unchecked() -> None:
+def test_an_unchecked_cost_model_is_said_to_be_unchecked():
     assert said(bare(PROFILE))["error of predicted times"] == "not checked"
 
 
-def test_examples_in_docstrings_hold() -> None:
+def test_examples_in_docstrings_hold():
     failed, attempted = doctest.testmod(words)
     assert failed == 0 and attempted > 0

@@ -148,11 +148,11 @@ def _overlaps(figure: Figure) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
-def test_no_text_of_a_picture_touches_another(picture: Picture, case: str) -> None:
+def test_no_text_of_a_picture_touches_another(picture, case):
     assert _overlaps(picture.draw(CASES[case])) == []
 
 
-def test_touching_text_would_be_seen() -> None:
+def test_touching_text_would_be_seen():
     figure = Figure()
     figure.subplots().set_xlabel("x")
     assert _overlaps(figure) == []

@@ -31,7 +31,7 @@ SCALED: dict[str, dict[str, Any]] = {
 UNUSED = {"sliding_window": 4096, "max_window_layers": 3, "use_sliding_window": False}
 
 
-def test_the_table_of_defaults_is_that_of_transformers() -> None:
+def test_the_table_of_defaults_is_that_of_transformers():
     assert config_defaults.FILE.read_bytes() == config_defaults.text(), (
         "run `python -m tools.config_defaults`"
     )
@@ -81,7 +81,7 @@ def test_a_model_that_was_saved_again_is_the_same(model_type, scaled, tmp_path):
     assert (first_difference(base, again), first_difference(base, tuned)) == (3, 1)
 
 
-def test_an_adapter_that_was_saved_again_is_the_same(tmp_path: Path) -> None:
+def test_an_adapter_that_was_saved_again_is_the_same(tmp_path):
     shipped = Path(__file__).parents[2] / "examples/pairs/weights/sender_lora"
     again = Path(shutil.copytree(shipped, tmp_path / "again"))
     stated = json.loads((shipped / "adapter_config.json").read_text())

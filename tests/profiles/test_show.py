@@ -33,14 +33,14 @@ def row(text: str, *beginning: str) -> list[str]:
     return matching
 
 
-def test_the_verdict_comes_first() -> None:
+def test_the_verdict_comes_first():
     assert " ".join(shown(PROFILE).split()).startswith(
         f"passed: {PROFILE.reason} pair: sender (0020a83c) → receiver (32030f87) recommended"
     )
     assert shown(failed_profile()).startswith("failed: no plan smaller than all layers")
 
 
-def test_the_frontier_is_in_rows_and_the_recommended_block_is_marked() -> None:
+def test_the_frontier_is_in_rows_and_the_recommended_block_is_marked():
     text = shown(PROFILE)
     plan = PROFILE.frontier[place_of(PROFILE, Span(2, 5))]
     cells, held_out = row(text, "*", "[2,", "5)"), plan.held_out
@@ -56,7 +56,7 @@ def test_the_frontier_is_in_rows_and_the_recommended_block_is_marked() -> None:
     assert "* recommended" in " ".join(text.split())
 
 
-def test_baselines_stand_between_full_prefill_and_full_reuse() -> None:
+def test_baselines_stand_between_full_prefill_and_full_reuse():
     text = shown(PROFILE)
     split, full_s = PROFILE.held_out, derived.full_prefill_s(PROFILE)
     full, reuse = split.full_prefill, split.full_reuse
@@ -70,7 +70,7 @@ def test_baselines_stand_between_full_prefill_and_full_reuse() -> None:
     assert "smaller model" not in shown(bare(PROFILE))
 
 
-def test_no_row_is_there_twice() -> None:
+def test_no_row_is_there_twice():
     """A split block has one row for each number of its runs."""
     rows = [" ".join(line.split()) for line in shown(PROFILE, 120).splitlines()]
     split = [re.match(r"\[\d+, \d+\) in \d+ runs", it) for it in rows]
@@ -79,7 +79,7 @@ def test_no_row_is_there_twice() -> None:
     assert len(names) == len(set(names)) > 4
 
 
-def test_both_models_are_identified_and_differences_marked() -> None:
+def test_both_models_are_identified_and_differences_marked():
     text = shown(PROFILE)
     ids = [str(it.model_id)[:16] for it in (PROFILE.sender, PROFILE.receiver)]
     assert row(text, "*", "model_id")[2:] == ids
@@ -89,7 +89,7 @@ def test_both_models_are_identified_and_differences_marked() -> None:
     assert row(shown(other), "*", "head_dim")[2:] == ["64", "32"]
 
 
-def test_it_says_what_is_free_how_far_times_hold_and_how_it_was_made() -> None:
+def test_it_says_what_is_free_how_far_times_hold_and_how_it_was_made():
     text = " ".join(shown(replace(PROFILE, first_difference=6)).split())
     assert "lossless whatever the gate says recomputing [6, 12)" in text
     costs = PROFILE.costs
@@ -98,12 +98,12 @@ def test_it_says_what_is_free_how_far_times_hold_and_how_it_was_made() -> None:
     assert PROFILE.made.command in text and f"{PROFILE.made.prefix_passes:,} in all" in text
 
 
-def test_answers_that_were_not_bounded_are_told_as_such() -> None:
+def test_answers_that_were_not_bounded_are_told_as_such():
     text = " ".join(shown(replace(PROFILE, made=replace(PROFILE.made, max_new=0))).split())
     assert "answers as long as each data set has them" in text and " 0 tokens" not in text
 
 
-def test_brackets_of_names_are_not_markup() -> None:
+def test_brackets_of_names_are_not_markup():
     reason = "see [bold]here[/bold] and [/nothing]"
     made = replace(PROFILE.made, command="profile --data [red]x[/red].jsonl")
     text = shown(replace(PROFILE, reason=reason, made=made))
@@ -111,20 +111,20 @@ def test_brackets_of_names_are_not_markup() -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 200])
-def test_nothing_is_cut_off(width: int) -> None:
+def test_nothing_is_cut_off(width):
     for profile in (PROFILE, stretched(7), failed_profile()):
         text = shown(profile, width)
         assert "…" not in text
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
-def test_rows_of_numbers_fit_into_80_columns() -> None:
+def test_rows_of_numbers_fit_into_80_columns():
     text = shown(stretched(7))
     assert row(text, "*", "[14,", "35)")[-1] == "yes"
     assert row(text, "[28,", "35)")[-1] == "no"
 
 
-def test_a_terminal_does_not_wait_for_the_library_of_the_pictures() -> None:
+def test_a_terminal_does_not_wait_for_the_library_of_the_pictures():
     code = "import sys, profiles.report; sys.exit('matplotlib' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -105,7 +105,7 @@ def test_all_layers_are_a_full_prefill(swept_pair):
     assert fmean(qualities(swept.blocks[Span(0, NUM_LAYERS)])) == mean(swept.full_prefill)
 
 
-def test_blocks_from_corrected_e_stay_as_close_as_the_gate_will_find_them() -> None:
+def test_blocks_from_corrected_e_stay_as_close_as_the_gate_will_find_them():
     pair = SHIPPED[0].load()
     documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:4]
     with bench_of(pair, documents) as bench:

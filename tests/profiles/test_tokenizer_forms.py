@@ -140,7 +140,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", PUBLISHED)
-def test_a_tokenizer_that_was_saved_again_is_the_same(form: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_was_saved_again_is_the_same(form, tmp_path):
     name, model, parts = PUBLISHED[form]
     base = write_tokenizer(tmp_path / "base", name, model, **parts)
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "tuned")
@@ -157,7 +157,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     return base, tuned
 
 
-def test_a_rule_that_was_lost_is_shown_by_a_text(pair: tuple[Path, Path]) -> None:
+def test_a_rule_that_was_lost_is_shown_by_a_text(pair):
     """transformers 5 saves SmolLM2's tokenizer, which has GPT-2's class, without its rule for
     digits."""
     base, tuned = pair
@@ -194,14 +194,14 @@ def test_changed_token_ids_make_another_tokenizer(changes, words, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_flags_of_added_tokens_count(flag: str, tmp_path: Path) -> None:
+def test_flags_of_added_tokens_count(flag, tmp_path):
     one = write_tokenizer(tmp_path / "one", "Qwen2Tokenizer", of_bytes(), **QWENS)
     other = Path(shutil.copytree(one, tmp_path / "other"))
     edit(other, lambda it: it["added_tokens"][1].update({flag: True}))
     assert tokenizer_digest(one) != tokenizer_digest(other)
 
 
-def test_merges_count_and_what_does_not_reach_ids_does_not(tmp_path: Path) -> None:
+def test_merges_count_and_what_does_not_reach_ids_does_not(tmp_path):
     one = write_tokenizer(tmp_path / "one", "Qwen2Tokenizer", of_bytes(), **QWENS)
     other = Path(shutil.copytree(one, tmp_path / "other"))
     cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}

@@ -92,7 +92,7 @@ def run(folder: Path, code: str, *args: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("release", OTHER)
-def test_another_release_computes_what_the_oracle_does(release: str, folder: Path) -> None:
+def test_another_release_computes_what_the_oracle_does(release, folder):
     transformers = install_release(folder, release)
     tests = [str(ROOT / "tests" / "profiles" / it) for it in TESTS]
     done = run(folder, RUN_TESTS, "-q", "--tb=short", *tests)
