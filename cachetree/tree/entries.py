@@ -1,7 +1,5 @@
-"""Nodes of the tree, and their entries: the KV of a model, or E of one layer.
-
-E is an entry like KV, under a key of its own. The package's docstring states what must hold.
-"""
+"""Nodes of the tree, and their entries. An entry is a model's KV, or E of one layer, in one
+node."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ RemoteKey = tuple[Location, ModelId, Part]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Local pages that were added or removed. A worker advertises each change.
+    """Addition or removal of local pages of one model. A worker advertises each change.
 
     Additions come parents first, and removals children first. So a reader that applies changes in
     order always sees whole prefixes.
@@ -30,11 +28,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelId
     part: Part = KV
     parent: PageHash | None
-    """Page before the first of `pages`; None at the root."""
+    """Page before the first of `pages`. None: they begin a prompt."""
     pages: tuple[PageHash, ...]
 
     def slice(self, pages: Span) -> Change:
-        """Return the change for some of the pages, counted from the first."""
+        """Return the change for some of its pages only. Page 0 is its first page."""
         if len(pages) == len(self.pages):
             return self
         return Change(  # five times as fast as `replace`
@@ -53,12 +51,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hold:
-    """Protection of a run of pages' local entries from eviction. A lease, a reservation and a pin
-    each have one.
+    """Protection of local entries from eviction. Each lease, reservation and pin is a hold.
 
-    `stop` is the number of pages from the root to the end of the run. If a held node is split
-    there, its tail is no longer held. Pages before the run stay as well, because eviction begins
-    with the leaves.
+    `stop` is the number of pages from the root to the end of the held pages. If a held node is
+    split there, its second part is no longer held. Pages above the held pages stay as well, because
+    eviction begins with the leaves.
     """
 
     __slots__ = ("entries", "stop", "until_s")
@@ -95,7 +92,8 @@ class RemoteEntry:
         """Object by which the location names these pages, such as a file. The tree does not read
         it."""
         self.order: Final = order
-        """All entries of the location, the coldest first. Entries with children may be missing."""
+        """Entries of this location, least recently used first. Those with children may be
+        missing."""
         self.num_children = 0
         """Number of child nodes that have an entry of the same key."""
 
@@ -113,7 +111,7 @@ class RemoteEntry:
         self.order.move_to_end(self)
 
     def split(self, tail: Node) -> RemoteEntry:
-        """Return a new entry for `tail`, which was cut off this entry's node."""
+        """Return a new entry for `tail`, the second part of a divided node."""
         entry = RemoteEntry(tail, self.key, self.order, self.source)
         entry.num_children, self.num_children = self.num_children, 1
         if self in self.order:
@@ -122,8 +120,8 @@ class RemoteEntry:
 
 
 class LocalEntry:
-    """KV or E of one node in this process's memory: pages `[first, first + node.num_pages)` of the
-    slab.
+    """KV or E of one node's pages, in this process's memory. The pages are `[first, first +
+    node.num_pages)` of a slab.
 
     An entry of KV has one parent: KV of the node above, if present. An entry of E has two parents:
     E of the node above, if present, and KV of its own node. A parent is evicted after its children.
@@ -139,8 +137,8 @@ class LocalEntry:
         self.num_children = 0
         """Number of entries with this entry as a parent."""
         self.holds: frozenset[Hold] = _NOBODY
-        # Fields of the eviction: the number of the last walk that ended here, or below in entries
-        # that were evicted since, and the time of that walk if there is a time to live.
+        # `Eviction` sets the number of the entry's last use, and its time if there is a time to
+        # live. Uses of children that were evicted since count, too.
         self.last_use = 0
         self.used_at_s = 0.0
 
@@ -160,7 +158,7 @@ class LocalEntry:
 
     @property
     def pages(self) -> Span:
-        """Pages of the slab that the entry has."""
+        """The entry's pages, as a span of its slab."""
         return Span(self.first, self.first + self.node.num_pages)
 
     @property
@@ -177,7 +175,7 @@ def _change(node: Node, model: ModelId, part: Part, *, added: bool) -> Change:
 
 
 class Node:
-    """Consecutive pages, and the entries that cover all of them."""
+    """Consecutive pages of prompts, and the entries that cover all of these pages."""
 
     __slots__ = ("children", "local", "num_pages", "pages", "parent", "remote", "start")
 
@@ -200,8 +198,8 @@ class Node:
         return self.parent.pages[-1] if self.parent and self.parent.pages else None
 
     def num_common(self, index: int, pages: tuple[PageHash, ...], offset: int) -> int:
-        """Return how many pages of this node, from page `index` on, equal the first of
-        `pages[offset:]`."""
+        """Compare this node's pages from `index` on with `pages[offset:]`. Return how many are
+        equal before the first difference."""
         theirs = pages[offset : offset + self.num_pages - index]
         ours = self.pages[index : index + len(theirs)]
         if ours == theirs:
@@ -209,8 +207,8 @@ class Node:
         return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
 
     def walk(self) -> Iterator[Node]:
-        """Yield the nodes below this one, parents before children. The caller may remove any of
-        them."""
+        """Yield the nodes below this one, parents before children. The caller may remove nodes
+        meanwhile."""
         pending = list(self.children.values())
         while pending:
             node = pending.pop()
@@ -218,15 +216,13 @@ class Node:
             yield node
 
     def bottom_up(self, goes_below: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
-        """Yield this node and those below it, children before parents.
-
-        The caller may remove or split any of them meanwhile.
-        """
+        """Yield this node and those below it, children before parents. If `goes_below` is false for
+        a node, skip all nodes below it. The caller may remove or split nodes meanwhile."""
         pending = [(self, -1)]
         while pending:
             node, num_pages = pending.pop()
-            # Yield a node once its children were yielded and none was cut off meanwhile, or if the
-            # caller does not want them.
+            # Yield a node if the caller does not want its children. Otherwise yield them first,
+            # and again if the caller has split the node meanwhile.
             if num_pages == node.num_pages or not goes_below(node):
                 yield node
             else:
@@ -234,14 +230,14 @@ class Node:
                 pending += [(it, -1) for it in node.children.values()]
 
     def cut(self, num_pages: int) -> None:
-        """Keep only the first pages."""
+        """Keep only the first `num_pages` pages."""
         self.pages, self.num_pages = self.pages[:num_pages], num_pages
 
     def split(self, index: int) -> Node:
-        """Cut the node before page `index`. This node keeps the head; the tail is returned.
+        """Cut the node before page `index`. Keep the first part; return the second as a new node.
 
-        Storage is divided by arithmetic; nothing is copied. The caller updates the index and the
-        eviction.
+        Both parts' entries share the slabs; nothing is copied. The caller updates the index of
+        pages and the eviction's queue.
         """
         children = self.children
         tail_pages = self.pages[index:]

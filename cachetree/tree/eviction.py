@@ -1,8 +1,5 @@
-"""The order in which local entries are evicted: the least recently used first. With a time to live,
-unused entries are evicted, too.
-
-The disk store below the tree always uses LRU: its moves between files follow the order of use.
-"""
+"""Order in which local entries are evicted: the least recently used first. With a time to live,
+unused entries are evicted even if there is room."""
 
 from __future__ import annotations
 
@@ -21,17 +18,17 @@ from cachetree.tree.entries import LocalEntry
 _SLACK: Final = 64
 
 _Item = tuple[int, int, LocalEntry]
-"""An entry's last use, a number that makes items unique, and the entry."""
+"""An entry's last use, a number that makes the item unique, and the entry."""
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings for what leaves memory by itself, and for how much pins may keep in it."""
+    """Settings for when unused entries leave memory, and for how much memory pins may keep."""
 
     ttl_s: float | None = None
     """Seconds after which an unused entry leaves memory. None: entries stay until their room is
     needed."""
     max_pinned_share: float = 0.5
-    """Share of the memory's budget that pins may keep at once."""
+    """Share of the memory budget that all pins together may keep, from 0 to 1."""
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.ttl_s > 0:
@@ -41,20 +38,20 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Eviction:
-    """Local entries that may be evicted, least recently used first. The tree calls it with its lock
-    held.
+    """Queue of the local entries that may be evicted, the least recently used first. The caller
+    holds the tree's lock.
 
-    A walk is noted only at the entry where it ended, and also counts for all entries above.
-    Eviction begins with the leaves: an entry's turn comes after the last entry below it, which
-    passes its last use on.
+    Only the last entry of a used prefix notes the use, which counts for all entries above it, too.
+    Entries without children are evicted first. An evicted entry passes its last use on to its
+    parents.
 
-    Each use gives an entry a larger number, and leaves the queue as it is. An entry that reaches
-    the front of the queue with an outdated number is queued again with its present one. An entry
-    that reaches the front while it has children or is held is removed from the queue, until it is
-    added again. So no search meets the same entry twice in vain.
+    Each use gives the entry a larger number, and does not touch the queue. If an entry reaches the
+    front with an outdated number, it is queued again with its present number. If it has children or
+    is held, it leaves the queue until `free` adds it again. So no search meets an entry twice in
+    vain.
 
-    Most new items have the largest number so far, and are appended to a line; the others go into a
-    heap. With all items in the heap, an eviction takes a fifth longer.
+    An item with the largest number so far is appended to `_line`. All other items go into a heap.
+    With all items in the heap, an eviction takes a fifth longer.
     """
 
     def __init__(self, ttl_s: float | None, clock: Clock) -> None:
@@ -62,19 +59,18 @@ class Eviction:
         self._clock = clock
         self._num_uses = 0
         self._queued: dict[LocalEntry, int] = {}
-        """Last use with which each entry is queued. Items of the same entry with another use are
-        outdated."""
+        """Last use with which each entry is queued. An item with another last use is outdated."""
         self._line: deque[_Item] = deque()
         self._heap: list[_Item] = []
         self._num_put = 0
 
     def add(self, last: LocalEntry) -> None:
-        """Add the deepest of the new entries of a path, and count it as used now."""
+        """Queue the last of the new entries of a prefix, and count it as used now."""
         self.use((last,))
         self.free(last)
 
     def use(self, entries: Iterable[LocalEntry]) -> None:
-        """Note that a walk ended at these entries."""
+        """Count these entries as used now. Each is the last entry of a used prefix."""
         now_s = 0.0 if self.ttl_s is None else self._clock()
         for entry in entries:
             self._num_uses += 1
@@ -82,8 +78,8 @@ class Eviction:
             entry.used_at_s = now_s
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        """Pass on the last use of `head`, which was cut in two. `tail` is the new second part, and
-        now has the children.
+        """Move the last use from `head` to `tail`, the second part of an entry that was cut in two.
+        `tail` has all children now.
 
         If `tail` may be evicted, the caller calls `free` next.
         """
@@ -91,8 +87,8 @@ class Eviction:
         tail.used_at_s = head.used_at_s
 
     def free(self, entry: LocalEntry) -> None:
-        """Queue an entry that may be evicted from now on: its last hold has ended, or it was cut
-        off a held entry."""
+        """Queue an entry that may be evicted from now on. For example, its last hold has ended, or
+        its last child was evicted."""
         last_use = entry.last_use
         if self._queued.get(entry, last_use + 1) > last_use:
             self._queued[entry] = last_use
@@ -104,12 +100,12 @@ class Eviction:
                 heappush(self._heap, item)
 
     def remove(self, entry: LocalEntry, parents: Iterable[LocalEntry]) -> None:
-        """Remove an entry without children. Pass its last use on to its parents, which may be
-        evicted next."""
+        """Remove an entry without children. Its parents inherit its last use, and may be evicted
+        next."""
         queued = self._queued
         queued.pop(entry, None)
         if len(self._heap) + len(self._line) > 2 * len(queued) + _SLACK:
-            # In lists: calls would take three times as long, with the lock of the tree held.
+            # List comprehensions: function calls would hold the tree's lock three times as long.
             self._line = deque([it for it in self._line if queued.get(it[2]) == it[0]])
             self._heap = [it for it in self._heap if queued.get(it[2]) == it[0]]
             heapify(self._heap)
@@ -120,7 +116,7 @@ class Eviction:
                 self.free(parent)
 
     def victims(self) -> Iterator[LocalEntry]:
-        """Yield evictable entries in order. The caller removes each before it asks for the next."""
+        """Yield evictable entries, least recently used first. The caller removes each at once."""
         while self._line or self._heap:
             line, heap = self._line, self._heap
             is_in_line = bool(line) and (not heap or line[0] < heap[0])
@@ -139,11 +135,7 @@ class Eviction:
                     self.free(entry)
 
     def expired(self) -> Iterator[LocalEntry]:
-        """Yield entries like `victims`, but only those that were unused for the time to live.
-
-        Entries are in the order of their last use, so the first entry that is too young ends the
-        search.
-        """
+        """Yield entries as `victims` does, until one was used within the time to live."""
         assert self.ttl_s is not None
         before_s = self._clock() - self.ttl_s
         return takewhile(lambda it: it.used_at_s <= before_s, self.victims())

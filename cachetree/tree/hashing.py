@@ -57,10 +57,10 @@ def join_hashes(pages: Sequence[PageHash]) -> bytes:
 
 
 def split_hashes(hashes: bytes) -> tuple[PageHash, ...]:
-    """Split joined hashes; raises ValueError if one is incomplete."""
+    """Split joined page hashes. Raises ValueError if the last one is incomplete."""
     size = PAGE_HASH_BYTES
     if len(hashes) % size:
         raise ValueError(f"{len(hashes)} bytes are not a whole number of page hashes")
-    # Naming the type of each page would take longer than all the rest.
+    # One cast: a call of `PageHash` for each page would take longer than all the rest.
     pages = [hashes[at : at + size] for at in range(0, len(hashes), size)]
     return tuple(cast("list[PageHash]", pages))

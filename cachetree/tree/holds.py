@@ -1,7 +1,7 @@
-"""Handles on the tree's storage, and everything that keeps local pages from eviction.
+"""Leases, reservations and pins. Each of these holds keeps local pages from eviction.
 
-A lease reads existing pages, and a reservation writes new ones. Pins keep prefixes that an operator
-wants in memory.
+A lease is for reading existing pages, and a reservation for writing new pages. A pin keeps a prefix
+that an operator wants in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PagesOfSlab = tuple[Slab, Span]
 """Consecutive pages of a slab."""
 
 PinName = tuple[ModelId | None, PageHash]
-"""Key of a pin: its model (None: all models), and the last page of its prefix."""
+"""Key of a pin: its model (None: all models), and the last page of the pinned prefix."""
 
 
 class Lease(Hold):
@@ -50,8 +50,8 @@ class Lease(Hold):
         """Whether the lease has ended. The tree sets it."""
 
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
-        """Return views of KV or E of `pages`, one for each contiguous run of memory. A page takes
-        `family.page_bytes(step.kind)`. Pages count from the lease's first; by default all.
+        """Return the memory of one step (KV or E of one layer), one view for each run. A page takes
+        `family.page_bytes(step.kind)`. Pages count from the lease's first; None: all pages.
 
         Raises ValueError for a part that was not leased.
         """
@@ -88,8 +88,8 @@ class Reservation(Hold):
     """Room for KV or E of new pages of one model. `match` sees the pages from `commit` on.
 
     The owner fills the views of every step, then calls `commit`. `release`, or leaving the context
-    without a commit, gives the room back. While it is open, the pages before the new ones stay in
-    the tree. Only one thread at a time may use it.
+    without a commit, gives the room back. While the reservation is open, the pages before the new
+    ones stay in the tree. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -102,10 +102,9 @@ class Reservation(Hold):
     ) -> None:
         super().__init__(stop)
         self.change: Final = change
-        """Change that a commit publishes. Other reservations may have published some of its pages
-        before."""
+        """Addition that `commit` publishes, without pages that others have published before."""
         self.pages: Final = change.pages
-        """Pages that are new. Empty if the model has all of them already."""
+        """New pages, for which there is room. Empty if the model has all pages already."""
         self.skipped: Final = skipped
         """Number of leading pages that the model had already."""
         self.slab: Final = slab
@@ -115,8 +114,8 @@ class Reservation(Hold):
         self._is_open = True
 
     def views(self, step: Step) -> list[memoryview]:
-        """Return writable memory for one step: `len(pages) * family.page_bytes(step.kind)` bytes,
-        mostly in one run. Each run has whole pages."""
+        """Return the writable memory of one step: `len(pages) * family.page_bytes(step.kind)`
+        bytes, usually in one run. Each run has whole pages."""
         self._require_open()
         return self.slab.views(step, Span(0, len(self.pages)))
 
@@ -144,7 +143,7 @@ class Reservation(Hold):
 
 
 class Holds:
-    """All holds of one tree, and the bytes that they keep together. Takes no lock."""
+    """All leases, reservations and pins of one tree. The caller holds the tree's lock."""
 
     def __init__(self, trie: PageTrie, eviction: Eviction, max_pinned_bytes: int) -> None:
         self.open: set[Reservation] = set()
@@ -183,14 +182,14 @@ class Holds:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that cannot be evicted: open reservations, held pages, and all pages before held
+        """Bytes that cannot be evicted: open reservations, held pages, and all pages above held
         pages."""
         return self._bytes_with(self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
         """Return whether all holds together keep at most `num_bytes`."""
-        # Pins are many and seldom change: they are summed one by one only if their quick sum is too
-        # much.
+        # Pins are many and seldom change. `num_pinned_bytes` may count bytes that other holds keep,
+        # too. So count again, pin by pin, only if the quick sum is too much.
         return self.num_pinned_bytes + self._bytes_with(()) <= num_bytes or (
             self.num_bytes <= num_bytes
         )
@@ -198,9 +197,9 @@ class Holds:
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None
     ) -> dict[ModelId, int]:
-        """Pin as described in `CacheTree.pin`."""
+        """Pin a prefix as `CacheTree.pin` describes."""
         depths: dict[LocalKey, int] = {}
-        # Every page is compared: an operator may send pages that are no prompt.
+        # Compare every page: the pages that an operator sends may not be a prompt.
         for place in upwards(self._trie.compared_prefix(pages), 0):
             for key in place.node.local:
                 if model in (None, key[0]):
@@ -243,13 +242,13 @@ class Holds:
         self._next_s = min((pin.until_s for pin in self._pins.values()), default=inf)
 
     def _bytes_with(self, pinned: Iterable[Hold]) -> int:
-        """Bytes of open reservations, of leases, of these pins, and of all pages above."""
+        """Return the bytes that open reservations, leases and these pins keep."""
         new_bytes = sum([it.slab.num_bytes for it in self.open])
         return new_bytes + _kept_bytes((*self.leases, *self.open, *pinned))
 
 
 def _joined(parts: Sequence[PagesOfSlab]) -> list[PagesOfSlab]:
-    """Return the same pages in as few parts as possible. Parts of a split node are joined again."""
+    """Join runs of pages that are neighbours in one slab, as after a split of their node."""
     joined: list[PagesOfSlab] = []
     for slab, pages in parts:
         if joined and joined[-1][0] is slab and joined[-1][1].stop == pages.start:
@@ -259,7 +258,7 @@ def _joined(parts: Sequence[PagesOfSlab]) -> list[PagesOfSlab]:
 
 
 def _kept_bytes(holds: Iterable[Hold]) -> int:
-    """Bytes of held entries, and of the entries above them that have to stay."""
+    """Return the bytes of all held entries, and of the entries above them, which also stay."""
     kept_entries: set[LocalEntry] = set()
     pending = [entry for hold in holds for entry in hold.entries]
     while pending:

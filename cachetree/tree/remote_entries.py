@@ -27,9 +27,9 @@ class RemoteEntries:
         self._max_pages: dict[Location, float] = {}
         self._max_models: dict[Location, float] = {}
         self._models: defaultdict[Location, Counter[ModelId]] = defaultdict(Counter)
-        """Models with entries at each location, each with the number of entries at the root."""
+        """Number of entries directly below the root, for each model at each location."""
         self.num_pages: Counter[Location] = Counter()
-        """Number of noted pages at each location. A page counts once for each model and part."""
+        """Number of known pages at each location. A page counts once for each model and part."""
         self.num_dropped: Counter[Location] = Counter()
         """Number of pages at each location that were dropped or left out because of `limit`."""
 
@@ -61,8 +61,8 @@ class RemoteEntries:
 
         Pages are left out if `location` has not advertised their parent, or has advertised them at
         another place: they could never match. Pages of models beyond the limit are left out, too.
-        Beyond the limit of pages, the coldest are dropped, in slices. `sources` later returns the
-        `source` of these pages.
+        Beyond the limit of pages, the least recently used ones are dropped, in slices. `sources`
+        later returns the `source` of these pages.
         """
         if location == LOCAL:
             raise ValueError("local pages are reserved and committed, not advertised")
@@ -88,8 +88,7 @@ class RemoteEntries:
     def line(
         self, location: Location, model: ModelId, page: PageHash, part: Part = KV
     ) -> list[Change]:
-        """Return the noted entries from the root to the entry with `page`, as additions in this
-        order."""
+        """Return the noted entries from the root to the one with `page`, as additions in order."""
         key = (location, model, part)
         with self._lock:
             return [it.remote[key].change(added=True) for it in nodes_to(self._find(key, page))]
@@ -114,8 +113,8 @@ class RemoteEntries:
     def sources(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[object, Span]]:
-        """Return the `source` of each noted entry that has some of the leading `pages`, and the
-        span of these pages that it has. `pages` may start in the middle of a prompt."""
+        """Return the `source` of each noted entry with some of the leading `pages`, and the span of
+        these pages, counted from the root. `pages` may start in the middle of a prompt."""
         key = (location, model, part)
         sources: list[tuple[object, Span]] = []
         with self._lock:
@@ -137,8 +136,8 @@ class RemoteEntries:
     def drop_in_slices(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> None:
-        """Drop like `drop`, more slowly, but other threads get the lock in between. Use it for
-        pages with many others after them."""
+        """Drop like `drop`, but let other threads have the lock in between. This is slower; use it
+        if many pages follow `pages`."""
         run_in_slices(self._lock, self._dropping((location, model, part), pages))
         # Then drop these pages, and pages after them that were added meanwhile.
         self.drop(location, model, pages, part)
@@ -153,8 +152,8 @@ class RemoteEntries:
         return self._trie.find(page, lambda node: key in node.remote)
 
     def _dropping(self, key: RemoteKey, pages: Sequence[PageHash]) -> Iterator[None]:
-        """Remove noted pages from the first of `pages` on, node by node, children before parents. A
-        node stays if pages below it were added meanwhile."""
+        """Remove the noted pages from the first of `pages` on, node by node, children before
+        parents. A node stays if pages below it were added meanwhile."""
 
         def has_below(node: Node) -> bool:
             entry = node.remote.get(key)
@@ -175,7 +174,8 @@ class RemoteEntries:
             yield
 
     def _shrinking(self, location: Location, max_pages: float) -> Iterator[int]:
-        """Drop the coldest entries until at most `max_pages` are noted; yield the pages of each."""
+        """Drop the least recently used leaves until at most `max_pages` are noted. Yield how many
+        pages each step dropped."""
         while self.num_pages[location] > max_pages:
             entry, _ = self._orders[location].popitem(last=False)
             # An entry with children is queued again when its last child is removed.

@@ -13,13 +13,13 @@ T = TypeVar("T")
 SLICE: Final = 16
 """Number of steps in one slice. Most steps look at one node."""
 _PAUSE_S: Final = 50e-6
-"""Seconds between two slices. A lock is not fair: a waiting thread gets it only while no other
-takes it."""
+"""Seconds between two slices. Without a pause, waiting threads might not get the lock, because a
+lock is not fair."""
 
 
 def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE) -> Iterator[T]:
-    """Run the steps as the caller asks for their results, and yield these. Each slice of
-    `num_at_once` steps runs with the lock held."""
+    """Run the steps as the caller asks for their results, and yield the results. The lock is held
+    during each slice of `num_at_once` steps, and free between slices."""
     while True:
         with lock:
             some = list(islice(steps, num_at_once))

@@ -1,4 +1,4 @@
-"""The prefix tree of one family: which model has the KV and E of which pages, and where."""
+"""The prefix tree of one family: its lookups, reservations, leases, pins and evictions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _MOST_SWEPT: Final = 512
 class CacheTree:
     """The prefix tree of one family, with the entries of all models in its nodes.
 
-    Thread-safe. The package's docstring states what always holds. Eviction takes whole nodes of one
-    key, the least recently used first, and E before its KV.
+    Thread-safe. The package's docstring has the rules. Eviction takes whole nodes of one key, the
+    least recently used first, and E before its KV.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CacheTree:
         clock: Clock = time.monotonic,
         retention: Retention = _RETENTION,
     ) -> None:
-        """Without `memory`, make an arena of `host_bytes`. Raises ConfigError."""
+        """Without `memory`, make an arena of `host_bytes`. Raises ConfigError if that fails."""
         Layout.of(family, 1, KV)  # Raises ConfigError if the codec does not fit the model.
         self.family: Final = family
         self.host_bytes: Final = host_bytes
@@ -56,8 +56,8 @@ class CacheTree:
         self._eviction = Eviction(retention.ttl_s, clock)
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
-        """Nodes by the first page of each prompt. The object stays the same, as the root is never
-        split."""
+        """Nodes directly below the root, by their first page. The dict is never replaced, because
+        the root is never split."""
         max_pinned_bytes = int(retention.max_pinned_share * host_bytes)
         self._holds = Holds(self._trie, self._eviction, max_pinned_bytes)
         self._listeners = ChangeListeners()
@@ -67,7 +67,7 @@ class CacheTree:
         self.num_bytes = 0
         """Bytes of local entries and open reservations. They never exceed the budget."""
         self.num_evictions = 0
-        """Number of entries that were evicted, for room or by order."""
+        """Number of evicted entries, whatever the reason."""
         self._num_pages: Counter[ModelId] = Counter()
         """Number of local pages with KV, by model."""
 
@@ -89,7 +89,7 @@ class CacheTree:
             return self._holds.num_bytes
 
     def pages_by_model(self) -> dict[str, int]:
-        """Number of local pages of each model."""
+        """Return the number of local pages with KV, by model."""
         with self._lock:
             return {str(model): num for model, num in self._num_pages.items() if num}
 
@@ -147,8 +147,7 @@ class CacheTree:
         return reservation
 
     def _fill(self, slab: Slab) -> None:
-        """Take memory for a slab. Evicts more while the free memory is too fragmented; raises
-        NoRoom."""
+        """Take a slab's memory. Evict more while free memory is too fragmented. Raises NoRoom."""
         while True:
             try:
                 return slab.fill()
@@ -167,8 +166,7 @@ class CacheTree:
         *,
         is_use: bool = True,
     ) -> Lease | None:
-        """Lease these parts of consecutive local pages of `model` for a reader. None if a page is
-        gone.
+        """Lease parts of consecutive local pages of `model`. Return None if a page is gone.
 
         `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. Set
         `is_use` to False if `match` has noted the use, or if no request needs the pages now.
@@ -202,7 +200,7 @@ class CacheTree:
             return self._trie.find_local((model, part), page) is not None
 
     def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[Change]:
-        """Return the local entries from the root down to `page`, as additions in order."""
+        """Return the local entries from the root to the one with `page`, as additions in order."""
         key = (model, part)
         with self._lock:
             nodes = nodes_to(self._trie.find_local(key, page))
@@ -222,13 +220,13 @@ class CacheTree:
             return self._holds.pin(model, pages, deadline)
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
-        """End the pin that was made with the same model and pages. False if there is none."""
+        """End the pin with the same model and pages. Return False if there is none."""
         with self._lock:
             return self._holds.unpin(model, pages)
 
     def sweep(self) -> None:
-        """Drop leases and pins past their deadline, and a few entries past their time to live, so
-        that no caller waits for long."""
+        """End leases and pins past their deadline. Evict entries past their time to live, but only
+        a few at once, so that no caller waits for long."""
         with self._lock:
             self._holds.end_late(self._clock())
         if self._eviction.ttl_s is not None:
@@ -247,8 +245,7 @@ class CacheTree:
     def evicting(
         self, model: ModelId | None = None, pages: Sequence[PageHash] = ()
     ) -> Iterator[int]:
-        """Evict like `evict`, one node each time that the caller asks. Yield the bytes that each
-        node freed."""
+        """Evict like `evict`, node by node as the caller asks. Yield each node's freed bytes."""
         self.sweep()
         steps = (
             sum(
@@ -299,7 +296,7 @@ class CacheTree:
         return self._subscribed(listener, self._listeners.of_memory, self._listeners.in_memory)
 
     def subscribe_kept(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
-        """Subscribe like `subscribe`, to pages that are in memory or on disk."""
+        """Subscribe like `subscribe`, but to pages that are in memory or on disk."""
         return self._subscribed(listener, self._listeners.of_kept, self._listeners.kept)
 
     def _subscribed(
@@ -344,7 +341,7 @@ class CacheTree:
     # Called with the lock held: how local entries are added within the budget, and removed.
 
     def _begin(self, reservation: Reservation) -> bool:
-        """Evict until the slab fits. If it cannot fit, evict nothing, end it and return False."""
+        """Evict until the slab fits. If it cannot, only end the reservation, and return False."""
         self._holds.open.add(reservation)
         too_many = self.num_bytes + reservation.slab.num_bytes - self.host_bytes
         if too_many > 0:
@@ -381,7 +378,7 @@ class CacheTree:
         return num_freed
 
     def _publish(self, reservation: Reservation) -> Span:
-        """Put the reserved pages that are not there yet into nodes. Return their places."""
+        """Put the reserved pages that are still new into nodes. Return the span of these pages."""
         change, trie = reservation.change, self._trie
         key, pages = (change.model, change.part), change.pages
         place = None if change.parent is None else trie.find_local(key, change.parent)

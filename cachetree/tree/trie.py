@@ -1,5 +1,5 @@
-"""The structure of the tree: nodes, the index of their pages, splits and removals, and the walk of
-a match. The walk finds the longest prefix of a prompt for all models and locations at once."""
+"""The tree's structure: its nodes, and an index of their pages. One walk finds the longest cached
+prefix of a prompt, for all models and locations at once."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from cachetree.tree.eviction import Eviction
 from cachetree.tree.hashing import join_hashes
 
 Has = Callable[[Node], bool]
-"""Function that returns whether a node has an entry of the wanted kind."""
+"""Function that returns whether a node has an entry with the wanted key."""
 
 
 class Place(NamedTuple):
-    """Pages `[start, stop)` of one node, counted from the node's first."""
+    """Pages `[start, stop)` of one node. Page 0 is the node's first page."""
 
     node: Node
     start: int
     stop: int
 
     def in_slab(self, key: LocalKey) -> tuple[Slab, Span]:
-        """Return the slab of the local entry with this key, and the place of these pages in it."""
+        """Return the memory (slab) of the local entry with `key`, and these pages' span in it."""
         entry = self.node.local[key]
         return entry.slab, Span(entry.first + self.start, entry.first + self.stop)
 
 
 class PageIndex:
-    """Index from a page to the nodes that have it. Takes no lock.
+    """Index from a page to the nodes that have it. The caller holds the tree's lock.
 
-    A page costs its key, 8 bytes in its node, and one place in a flat dict from key to node number.
-    Garbage collection need not visit pages, however many there are. If adverts contradict each
-    other, a page is in several nodes; only such pages cost more.
+    A page costs its hash, 8 bytes in its node, and one item in a flat dict of node numbers. Garbage
+    collection does not visit the pages. Contradictory adverts put a page into several nodes; only
+    such pages cost more.
     """
 
     def __init__(self) -> None:
         self._ids: dict[PageHash, int] = {}
         self._more: dict[PageHash, list[int]] = {}
-        """Further nodes of pages that are in several nodes. No list is empty."""
+        """Numbers of the second and later nodes with a page. No list is empty."""
         self._nodes: dict[int, Node] = {}
         self._new_ids = count(1)
 
     def find(self, page: PageHash, has: Has | None = None) -> Node | None:
-        """Return the first node with `page` for which `has`, if given, is true."""
+        """Return the first node with `page`. With `has`, skip nodes for which it is false."""
         id = self._ids.get(page)
         if id is None:
             return None
@@ -58,9 +58,9 @@ class PageIndex:
         return next(filter(has, self._others(page)), None)
 
     def find_at(self, page: PageHash, depth: int, has: Has | None = None) -> Node | None:
-        """Find a node like `find`. Only a node that has `page` at position `depth` of the prompt
-        counts."""
-        id = self._ids.get(page)  # Without `find`, which would take a third longer.
+        """Find a node as `find` does, but only one with `page` at position `depth` of the
+        prompt."""
+        id = self._ids.get(page)  # A call of `find` would take a third longer.
         if id is None:
             return None
         node = self._nodes[id]
@@ -70,8 +70,8 @@ class PageIndex:
         return next(filter(has, others), None)
 
     def put_new(self, node: Node) -> None:
-        """Add a node's pages. Raises ValueError for a hash of a wrong size. No page is twice in
-        `node`."""
+        """Add a node. No page may be in it twice. Raises ValueError for a page hash of the wrong
+        size."""
         join_hashes(node.pages)
         id = next(self._new_ids)
         self._nodes[id] = node
@@ -83,7 +83,7 @@ class PageIndex:
         self._ids.update(new)
 
     def split(self, head: Node, tail: Node) -> None:
-        """Note that `tail` was cut off `head`: the shorter of the two gets a new number."""
+        """Note that `tail` was cut off the end of `head`. The shorter node gets a new number."""
         id, new_id = self._id_of(head), next(self._new_ids)
         long, short = (head, tail) if head.num_pages > tail.num_pages else (tail, head)
         self._nodes[id], self._nodes[new_id] = long, short
@@ -95,7 +95,7 @@ class PageIndex:
         self._ids.update(dict.fromkeys(pages, new_id))
 
     def remove(self, node: Node) -> None:
-        """Forget the node's pages."""
+        """Forget `node` and its pages."""
         id = self._id_of(node)
         del self._nodes[id]
         for page in node.pages:
@@ -108,8 +108,8 @@ class PageIndex:
                 self._more[page] = ids[1:]
 
     def num_free(self, pages: Sequence[PageHash], node: Node | None, is_own: Has) -> int:
-        """Return how many leading `pages` may be put into `node`. The count ends before a page of
-        another node for which `is_own` is true. Each page is in `node` already, or new."""
+        """Return how many leading `pages` may be in `node`. Stop at a page of another node for
+        which `is_own` is true. `node` has `pages` already; None is a new node."""
         known = self._ids if node is None else self._more
         if not known.keys().isdisjoint(pages):
             for at, page in enumerate(pages):
@@ -132,11 +132,11 @@ def _is_at(node: Node, page: PageHash, depth: int) -> bool:
 
 
 class PageTrie:
-    """A path-compressed trie over page hashes. It knows nothing of budgets and takes no lock.
+    """Trie over page hashes: each node has a run of pages. The caller holds the tree's lock.
 
-    A page hash covers every page before it, so a page has one true place, and an index finds it
-    without a walk. A wrong advert may give it a second place. `has` tells the places apart: a
-    model's local pages have one place each, and so have the pages of one model at one location.
+    A page hash covers all earlier pages of the prompt. So a page has one right place, and an index
+    finds that place without a walk. A wrong advert may put the page into a second place, under
+    other keys. Methods with `has` find the place with the wanted key: no key has a page twice.
     """
 
     def __init__(self, eviction: Eviction) -> None:
@@ -149,7 +149,7 @@ class PageTrie:
         node = self._index.find(page, has)
         if node is None:
             return None
-        # Mostly it is the last page, after which others follow.
+        # Usually `page` is the node's last page, because new pages follow it.
         index = node.num_pages - 1 if node.pages[-1] == page else node.pages.index(page)
         return Place(node, index, index + 1)
 
@@ -159,16 +159,16 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """Return the end of the longest prefix of `pages` that follows directly after `parent`.
-        Return `parent` if not even the first page is there.
+        """Return the end of the longest prefix of `pages` that the tree has directly after
+        `parent`. Return `parent` if the tree lacks even the first page.
 
-        With `has`, only nodes for which it is true count; it must then be true for all nodes above
-        them, too. With a `parent`, `has` must be given and be true only for nodes with local
-        entries.
+        `has` limits the search to nodes for which it is true. It must then also be true for all
+        nodes above them. A search with a `parent` needs a `has` that is true only for nodes with
+        local entries.
 
-        `pages` are trusted to be a chain: each hash covers the pages before it. So one page in its
-        place proves all before it, and a binary search finds the last such page. Adverts are not
-        trusted: a page below other pages than `pages` does not count.
+        The hashes in `pages` are trusted: each covers the pages before it. So one page in its right
+        place proves all earlier ones, and a binary search finds the last such page. Adverts are not
+        trusted: a page that follows other pages than in `pages` does not count.
         """
         node: Node | None = None
         first, num_found, stop = depth_of(parent), 0, len(pages)
@@ -188,13 +188,13 @@ class PageTrie:
         return Place(node, max(0, stop - num_found), stop)
 
     def _is_after(self, node: Node, pages: Sequence[PageHash]) -> bool:
-        """Return whether all nodes from the root to `node` have the right pages. `node` has one of
+        """Return whether the nodes from the root to `node` have the right pages. `node` has one of
         `pages`.
 
-        Only the two ends of each node are compared. A node with a local entry, and every node above
-        it, was computed here or stored as exact KV. So there one right page proves that all pages
-        before it are right. The other nodes were only advertised, and there both ends have to be
-        right: a location has no two nodes with the same first page.
+        Only the first and last pages of nodes are compared. Entries that were computed or stored
+        here are trusted. So in a node with a local entry, one right page proves all earlier ones.
+        Other nodes were only advertised, and there both ends must be right. This is enough, because
+        a location has no two nodes with the same first page.
         """
         while not node.local and (above := node.parent) is not None:
             at = node.start
@@ -209,7 +209,7 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """Find like `longest_prefix`, for pages that may be no chain: each page is compared."""
+        """Search as `longest_prefix` does, but compare every page: `pages` may be no prompt's."""
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         pages, num = tuple(pages), 0
         while num < len(pages):
@@ -226,8 +226,8 @@ class PageTrie:
         return Place(node, max(0, index - num), index) if num else parent
 
     def path_anywhere(self, pages: Sequence[PageHash], has: Has) -> list[Place]:
-        """Return the places of the longest prefix of `pages`. Its first page may be anywhere in the
-        tree. `has` must be true for all nodes of the prefix."""
+        """Return the places of the longest run of leading `pages` in the tree, in order. The first
+        page may be anywhere in the tree. Only nodes for which `has` is true count."""
         first = self.find(pages[0], has) if pages else None
         if first is None:
             return []
@@ -238,10 +238,10 @@ class PageTrie:
         return self.find(page, lambda node: key in node.local)
 
     def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
-        """Yield the last node of the prefix `pages` and all nodes below it, children first. Then
-        yield its ancestors, the nearest first.
+        """Yield all nodes below the prefix `pages`, children before parents. Then yield the
+        prefix's last node and its ancestors, the nearest first.
 
-        Yield nothing if the tree lacks a page of `pages`. The caller may remove or split nodes
+        Yield nothing if the tree lacks one of `pages`. The caller may remove or split nodes
         meanwhile.
         """
         last = self.compared_prefix(pages)
@@ -254,10 +254,10 @@ class PageTrie:
             yield top
 
     def cover(self, parent: Place | None, pages: Sequence[PageHash], is_own: Has) -> list[Node]:
-        """Return nodes with exactly `pages` after `parent`. Nodes are split or made as needed.
+        """Return nodes with exactly `pages` directly after `parent`. Split or make nodes as needed.
 
-        The nodes end early before a repeated page, and before a page of another node for which
-        `is_own` is true. Nodes for which `is_own` is false may have the same page.
+        The nodes end before a page that repeats an earlier one. They also end before a page of
+        another node for which `is_own` is true.
         """
         if not pages:
             return []
@@ -289,7 +289,7 @@ class PageTrie:
         return nodes
 
     def split(self, node: Node, index: int) -> Node:
-        """Return the node that starts at page `index` of `node`. If needed, `node` is cut there."""
+        """Cut `node` before page `index`. Return the second part, or `node` if nothing was cut."""
         if index in (0, node.num_pages):
             return node
         tail = node.split(index)
@@ -301,7 +301,7 @@ class PageTrie:
         return tail
 
     def prune(self, node: Node) -> None:
-        """Remove a node that has no entry left."""
+        """Remove `node` if it has no entry left."""
         if not (node.local or node.remote):
             assert node.parent is not None
             del node.parent.children[node.pages[0]]
@@ -309,7 +309,7 @@ class PageTrie:
 
 
 def _without_repeats(pages: Sequence[PageHash]) -> tuple[PageHash, ...]:
-    """Return the pages before the first repeated one."""
+    """Return the pages before the first one that repeats an earlier page."""
     return tuple(
         page for page, new in zip(pages, dict.fromkeys(pages), strict=False) if page == new
     )
@@ -321,7 +321,7 @@ def depth_of(place: Place | None) -> int:
 
 
 def nodes_to(place: Place | None) -> list[Node]:
-    """Return the nodes with pages from the root to that of `place`, in order."""
+    """Return the nodes from the first below the root to the node of `place`, in order."""
     nodes: list[Node] = []
     node = place.node if place else None
     while node is not None and node.parent is not None:
@@ -331,8 +331,8 @@ def nodes_to(place: Place | None) -> list[Node]:
 
 
 def upwards(place: Place | None, depth: int) -> Iterator[Place]:
-    """Yield all pages from the root to the end of `place` except the first `depth`, node by
-    node."""
+    """Yield the pages up to the end of `place`, except the first `depth` pages of the prompt. Each
+    yielded place is in one node, the last node first."""
     while place is not None and place.node.start > depth:
         yield place
         above = place.node.parent
@@ -344,8 +344,8 @@ def upwards(place: Place | None, depth: int) -> Iterator[Place]:
 def find_matches(
     trie: PageTrie, pages: Sequence[PageHash]
 ) -> tuple[list[Match], Collection[LocalEntry], Collection[RemoteEntry]]:
-    """Return the longest prefix of `pages` per (model, location), and the entries where they
-    end."""
+    """Return the longest prefix of `pages` for each model and location. Also return the local and
+    the remote entries at which these prefixes end."""
     used: dict[LocalKey, LocalEntry] = {}
     known: dict[RemoteKey, RemoteEntry] = {}
     place = trie.longest_prefix(pages)
