@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,6 +74,29 @@ def free_memory_bytes() -> int:
     """Return the size of the host's free memory. In a container that may use less, return what the
     container may still use."""
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())])
+
+
+def slow_dtype(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    """Yield a line if a matrix product in `dtype` takes more than twice the time of float32. Many
+    processors have no instructions for numbers of 16 bits. Only the CPU is measured."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return
+    if _product_s(dtype) > 2 * _product_s(torch.float32):
+        yield (
+            f"{str(dtype).removeprefix('torch.')} is several times slower than float32 on this "
+            "processor, which has no instructions for it; if your servers use float32, give "
+            "--dtype float32"
+        )
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    """Return this thread's shortest time of three products."""
+    factors, taken_s = torch.ones(2, 512, 512, dtype=dtype), []
+    for _ in range(3):
+        began_s = time.thread_time()
+        torch.matmul(*factors)
+        taken_s.append(time.thread_time() - began_s)
+    return min(taken_s)
 
 
 def _limits() -> Iterator[tuple[int, int]]:

@@ -29,6 +29,7 @@ from profiles.compute.models import load_model, load_tokenizer, look_at
 from profiles.compute.room import GIB, Sizes, most_needed
 from profiles.data.documents import first_of_each_task
 from profiles.data.logs import Context, contexts_of, read_log
+from profiles.environment import slow_dtype
 from profiles.evidence import CostModel, MeasuredProfile, read_measured
 from profiles.forecast import Forecast, spoken
 from profiles.pairs import Entry, Wanted, pairs_of
@@ -95,6 +96,8 @@ class Many:
         if not wanted:
             reasons = {f"{it.about}: {it.why_not}" for it in self.pairs}
             raise ConfigError("no pair can be profiled: " + "; ".join(sorted(reasons)))
+        for note in slow_dtype(dtype_of(self._settings), self._settings.devices()[0]):
+            self._say(note)
         planned = self._plan(wanted)
         self._show(planned_table(planned), others_table(self.pairs))
         shared = {name: Shared() for name in self._entries}

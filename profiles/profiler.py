@@ -44,7 +44,7 @@ from profiles.compute.room import Sizes, bounds_of, require_fitting
 from profiles.compute.study import HELD_OUT, TRAIN, Bench
 from profiles.controls import measure_controls
 from profiles.data.documents import Document, Tokens, by_task, first_of_each_task, key_of
-from profiles.environment import read_environment
+from profiles.environment import read_environment, slow_dtype
 from profiles.evidence import CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast, spoken
 from profiles.line import asked_of_each, line_of, models_by_task, with_line
@@ -93,14 +93,17 @@ def profile_pair(
 
     Raises CacheTreeError or RecordError with a message for people.
     """
-    began, shared = time.monotonic(), shared or Shared()
+    began = time.monotonic()
     require_place(settings.out)
-    settings.devices()
+    device, _ = settings.devices()
+    # A run over several pairs has said it before its forecast.
+    slow = () if shared else slow_dtype(dtype_of(settings), device)
+    shared = shared or Shared()
     theirs, ours = look_at_pair(*settings.pair)
     line = line_of(settings.sources) if settings.line else None
     tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
     train, held_out = load_splits(settings, tokenizer, positions)
-    for note in (*train.notes, *hardly_enough(held_out, settings.tolerance)):
+    for note in (*slow, *train.notes, *hardly_enough(held_out, settings.tolerance)):
         console.print(note, highlight=False, soft_wrap=True)
     fitted_on = load_fitted_on(settings, train, held_out, tokenizer, positions)
     asked_of_small = load_held_out_of_small(settings, held_out)

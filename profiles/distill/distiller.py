@@ -57,7 +57,7 @@ from profiles.distill.training import (
     read_answers,
     write_answers,
 )
-from profiles.environment import read_environment
+from profiles.environment import read_environment, slow_dtype
 from profiles.progress import shown
 from profiles.report.distilled import write_page
 from profiles.report.words import counted, duration
@@ -107,7 +107,8 @@ class Distiller:
         self.prompts = load_lessons(settings, self._tokenizer, console)
         self.state = self._place_of_state()
         held_out = Data(files=(), documents=[it.document for it in self.prompts.held_out])
-        for line in hardly_enough(held_out, settings.tolerance):
+        slow = slow_dtype(self._dtype, self._device)
+        for line in (*slow, *hardly_enough(held_out, settings.tolerance)):
             console.print(line, highlight=False, soft_wrap=True)
 
     def _place_of_state(self) -> Path:

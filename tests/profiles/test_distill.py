@@ -59,11 +59,13 @@ def flags(base: Path, data: Path, out: Path) -> list[object]:
     return ["--base", base, "--data", data, "--out", out, "--rank", 4, *asked]
 
 
-def test_an_adapter_comes_nearer_to_its_teacher(base, teacher, prompts, tmp_path):
+def test_an_adapter_comes_nearer_to_its_teacher(base, teacher, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("profiles.distill.distiller.slow_dtype", lambda *_: ("a slow dtype",))
     out = tmp_path / "out"
     arguments = [*flags(base, prompts, out), "--adapter", teacher, "--chat"]
     status, said = run(*arguments, "--steps", 40, "--rate", "3e-3", "--held-out-share", "0.25")
     assert status == FAILED_GATE, "so few contexts cannot prove it"
+    assert "a slow dtype" in said
     result = json.loads((out / "distilled.json").read_text())
     assert result["reason"] in said.replace("\n", " ")
     assert [it["step"] for it in result["curve"]] == [0, 5, 10, 20, 40]

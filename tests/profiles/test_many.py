@@ -42,13 +42,19 @@ def many(folder: Path, out: Path, *more: str) -> tuple[int, str]:
     return run(*args, *ASKED, *few, *more)
 
 
-def test_one_command_profiles_what_can_matter_and_says_why_not_the_rest(folder, tmp_path):
+def test_one_command_profiles_what_can_matter_and_says_why_not_the_rest(
+    folder, tmp_path, monkeypatch
+):
+    for module in "profiler", "many":
+        monkeypatch.setattr(f"profiles.{module}.slow_dtype", lambda *_: ("a slow dtype",))
     out = tmp_path / "profiles"
     (out / "base_to_slim_lora.json").mkdir(parents=True)
     status, said = many(folder, out)
     assert status == 3, said
     first, second = "1 of 2: base → receiver_lora", "2 of 2: base → slim_lora"
     assert said.index("Pairs to profile: about") < said.index(first) < said.index(second)
+    assert said.count("a slow dtype") == 1
+    assert said.index("a slow dtype") < said.index("Pairs to profile"), "before it is forecast"
     assert "all of sender_alora" in said and "any → base" in said
     assert said.count("timing: done") == 1, "both receivers are of one shape"
     assert "prompts: of the log" not in said, "there is none"

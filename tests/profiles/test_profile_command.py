@@ -553,11 +553,14 @@ def test_unverifiable_pair_is_refused_before_weights_are_read(
     assert complaint.startswith(f"droidspeak: {says}")
 
 
-def test_too_few_contexts_are_reported_before_measuring(tmp_path, no_weights):
+def test_too_few_contexts_and_a_slow_dtype_are_reported_before_measuring(
+    tmp_path, no_weights, monkeypatch
+):
+    monkeypatch.setattr("profiles.profiler.slow_dtype", lambda *_: ("a slow dtype",))
     args = [*flags(FINE_TUNES), *FAST, "--data", TRAIN, *ASKED, "--out", str(tmp_path / "o")]
     for more, is_told in ((), True), (("--tolerance", "0.5"), False):
         status, said = run(*args, *more)
-        assert status == 1 and "weights would be read" in said
+        assert status == 1 and "weights would be read" in said and "a slow dtype" in said
         warning = "12 held-out contexts of biographies are hardly enough to pass: a plan that loses"
         assert (f"{warning} nothing needs about 71," in said) is is_told
 

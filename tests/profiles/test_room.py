@@ -32,7 +32,7 @@ from profiles.compute.room import (
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
-from profiles.environment import free_memory_bytes, memory_bytes
+from profiles.environment import free_memory_bytes, memory_bytes, slow_dtype
 from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.stats.choice import grid
 
@@ -130,6 +130,16 @@ def test_unstated_memory_limit_is_most_of_the_free_memory():
     bounds = bounds_of(None, None, torch.device("cpu"))
     assert bounds.device is None and 0 < bounds.host < free
     assert bounds_of(2.0, None, torch.device("cpu")) == Bounds(host=2 * GIB)
+
+
+def test_dtype_without_instructions_is_named(monkeypatch):
+    times = {torch.bfloat16: 2.1, torch.float16: 1.9, torch.float32: 1.0}
+    monkeypatch.setattr("profiles.environment._product_s", times.__getitem__)
+    host = torch.device("cpu")
+    (line,) = slow_dtype(torch.bfloat16, host)
+    assert line.startswith("bfloat16 is several times slower") and "--dtype float32" in line
+    assert not [*slow_dtype(torch.float16, host), *slow_dtype(torch.float32, host)]
+    assert not [*slow_dtype(torch.bfloat16, torch.device("cuda"))]
 
 
 def test_a_container_has_what_is_left_of_its_limits(tmp_path, monkeypatch):
