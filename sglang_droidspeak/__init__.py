@@ -8,8 +8,10 @@
     request    the life of one request; read this folder first
     guard      compares reused answers with exact ones, and stops plans that drift
 
-Each folder imports only folders above it. SGLang's entry point calls `plugin`, and its radix cache
-drives `linker`; these two put the rest together. `cli`, `demo` and `fleet` are commands.
+Each folder imports only folders above it. SGLang calls `plugin` when a process starts, and `linker`
+in every step. These two connect the folders. `cli`, `demo` and `fleet` are commands.
+
+docs/glossary.md explains the words of all docstrings, such as E (the values that enter a layer).
 """
 
 __version__ = "0.1.0"

@@ -1,13 +1,13 @@
-"""Predict the seconds of this server's forwards, recomputes and copies from earlier ones.
+"""Predict the seconds of forwards, recomputes and copies from earlier ones on this server.
 
-A pass is a forward of all layers or a recompute of a block, over n tokens with c earlier tokens in
-the mean. It takes `a + b n + c' n c` seconds per layer, or the time of the kernel launches if that
-is longer.
+A pass is a forward of all layers or a recompute of a block. It has n tokens, and on average c
+earlier tokens precede each of them. It takes `a + b n + c' n c` seconds per layer, or the time of
+the kernel launches if that is longer.
 
 `Meter` keeps the latest passes of every length, so many short prompts do not displace few long
-ones. `Fit` finds a, b and c' by least squares of relative errors. Lengths that take no longer than
-the launches are left out, and outliers count little. Last, the passes at each length correct the
-fit there.
+ones. `Fit` finds a, b and c' by least squares of relative errors. The fit leaves out lengths that
+take no longer than the launches. Outliers count little. Last, the passes of each length correct the
+fit at this length.
 
 A fetch has three parts: its link (`cachetree.transport.pace`), its copies into KV slots, and the
 time until the scheduler notices its end.
@@ -36,24 +36,24 @@ _PER_LENGTH: Final = 8
 """Largest number of passes that are kept for each length. All lengths between two powers of two
 count as one length."""
 _LEAST_PER_LENGTH: Final = 3
-"""Fewest passes that correct the fit at their length. With fewer, one outlier could decide."""
+"""Fewest passes of one length that correct the fit there. With fewer, one outlier could decide."""
 _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
 _PRIOR_WEIGHT: Final = 0.25
-"""Weight in the fit of each length of the prior. A measured pass has weight 1."""
+"""Weight of each length of the prior (assumed cost) in the fit. A measured pass has weight 1."""
 _ABOVE_LEAST: Final = 1.25
 """Multiple of the fastest length's time. Lengths that take longer than this are fitted. The time of
 all other lengths counts as kernel launches."""
 _ROUNDS: Final = 4
 _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
-"""Factor between the longest pass that is predicted and the longest measured pass."""
+"""Largest length that is predicted, as a multiple of the longest measured pass."""
 _MIN_LOAD_BYTES: Final = 256 << 10
 _NUM_LOADS: Final = 16
 _PCIE_BYTE_S: Final = 1 / 12e9
 """Seconds per byte of page-locked copies over PCIe 3.0 x16, the slowest usual bus. Used until
 copies are measured."""
 _NOTICE_S: Final = 0.001
-"""Seconds of one turn of the scheduler. The end of a fetch is never noticed faster."""
+"""Seconds of one turn of the scheduler: the least delay until it notices the end of a fetch."""
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_MODELS: Final = 256
@@ -63,7 +63,8 @@ _MAX_OPEN: Final = 64
 """Largest number of passes on the device that may wait until their time is read. The oldest are
 dropped."""
 _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
-"""First and last event of a pass on the device, and the function to call with its seconds."""
+"""First and last CUDA event of a pass on the device, and the function that gets the pass's
+seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,8 @@ class Meter:
         """Passes on the device with times that are not yet read, the oldest first."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
         self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
-        """Time at which the scheduler noticed the end of a fetch, and its delay in seconds, for
-        each of the latest fetches."""
+        """Latest fetches: the time at which the scheduler noticed each one's end, and the delay in
+        seconds."""
 
     @property
     def prefill(self) -> PrefillCost | None:
@@ -361,9 +362,8 @@ class Meter:
     def _read(self) -> None:
         """Add the times of passes that the device has finished. The caller holds the lock.
 
-        Does nothing on threads other than the scheduler's. Their current device is the process's
-        first, which may belong to another server. A query for an event would create a context on
-        this device.
+        Does nothing on threads other than the scheduler's. There, a query for an event would create
+        a context on the process's first device, which may belong to another server.
         """
         if threading.get_ident() != self._thread:
             return

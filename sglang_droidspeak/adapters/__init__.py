@@ -1,1 +1,1 @@
-"""LoRA: the models of one server, and adapters that act from some token on."""
+"""LoRA: the models of one server, and adapters that act only from some token on."""

@@ -1,8 +1,7 @@
-"""Activated LoRA: an adapter that acts only from its invocation tokens on.
+"""Activated LoRA: an adapter that acts only from a known run of tokens on, its *invocation*.
 
-SGLang would apply such an adapter to the whole prompt. Here the tokens before the last invocation
-run on the base. So their KV is the base's, which may be in the cache already, and none of it is
-recomputed.
+SGLang would apply such an adapter to the whole prompt. Here the base computes the tokens before the
+last invocation. So their KV is the base's, and may be in the cache already.
 
     prompt   document … question …   <invocation> … answer …
              base                   │ adapter
@@ -32,8 +31,8 @@ class ActivatedAdapters:
     def __init__(self, models: Models) -> None:
         self._models: Final = models
         self._reqs: WeakValueDictionary[tuple[str, str | None], Req] = WeakValueDictionary()
-        """Requests with an invocation, by request id and adapter. An answered request may still be
-        in a running batch when another request gets its id."""
+        """Requests with an invocation, by id and adapter. The id is not enough: a new request may
+        get the id of an answered request that is still in a batch."""
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
         """Raise ConfigError if SGLang's LoRAManager cannot serve its adapters and `loading`
@@ -46,8 +45,8 @@ class ActivatedAdapters:
         )
 
     def meet(self, req: Req) -> None:
-        """Find where the adapter acts, before SGLang first looks for the request's prefix. If the
-        prompt never invokes the adapter, the base computes everything, and generates the answer."""
+        """Find the token from which the request's adapter acts, before SGLang looks for the
+        request's prefix. If the prompt has no invocation, the base answers."""
         invocation = self._models.invocation(req.lora_id)
         if not invocation or prefixes.invoked_at(req) is not None:
             return
@@ -61,7 +60,8 @@ class ActivatedAdapters:
             self._reqs[req.rid, req.lora_id] = req
 
     def prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
-        """Let SGLang prepare adapters for the batch as `_split` shows it."""
+        """Let SGLang prepare the adapters of a batch in which `_split` has separated the base's
+        tokens."""
         split = self._split(batch)
         if split is not batch:
             manager.fetch_new_loras({*split.lora_ids, None})
@@ -91,9 +91,9 @@ class ActivatedAdapters:
         return has_base and original(scheduler, req, {*running_loras, None})
 
     def _split(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return a copy of the batch in which each row with an invocation becomes two rows: the
-        base's tokens before the invocation, then the adapter's. If no row has an invocation, return
-        the same batch. Computed on the host."""
+        """Return a copy of the batch in which each row (request) with an invocation becomes two
+        rows: first the base's tokens, then the adapter's. Without an invocation, return the same
+        batch. Runs on the host."""
         if not self._reqs:
             return batch
         keys = zip(batch.rids or (), batch.lora_ids or (), strict=False)
@@ -113,8 +113,8 @@ class ActivatedAdapters:
 def _segments(
     batch: ForwardBatch, starts: Sequence[int | None]
 ) -> tuple[list[str | None], list[int]]:
-    """Return adapter and number of tokens of each non-empty part of the batch's rows, one part
-    after another."""
+    """Cut each row at its entry in `starts`, if it has one. Return the adapter and the number of
+    tokens of each part that is not empty."""
     parts: list[tuple[str | None, int]] = []
     is_extend = batch.forward_mode.is_extend()
     for row, (lora_id, start) in enumerate(zip(batch.lora_ids, starts, strict=True)):

@@ -1,4 +1,4 @@
-"""Hooks of a server with LoRA adapters, which SGLang loads on all ranks or on none, and unloads."""
+"""Hooks on SGLang's functions that load, check and unload LoRA adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_droidspeak.start.this_server import folder_of
 
 @dataclass(frozen=True, slots=True)
 class AdapterHooks:
-    """Hooks of loading, checking and unloading adapters. Scheduler thread only."""
+    """Hooks for loading, checking and unloading LoRA adapters. Scheduler thread only."""
 
     models: Models
     activated: ActivatedAdapters
@@ -57,8 +57,8 @@ class AdapterHooks:
         return manager.create_lora_update_result(success=True)
 
     def validate(self, manager: Any, _config: object, lora_ref: LoRARef) -> None:
-        """Check an adapter from files or tensors. SGLang answers its client with the
-        ConfigError."""
+        """Check an adapter before SGLang loads it. Raises ConfigError, which SGLang sends to its
+        client."""
         self.activated.require_room(manager, lora_ref)
 
     def unload(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:

@@ -1,9 +1,9 @@
 """The models that one server answers as: its base, and each loaded LoRA adapter.
 
 Only this module knows which model is served now. A change of the base's weights begins a new
-generation. A request belongs to the generation in which it was last met in the queue. Only a
-request of the present generation has an owner. So all KV that is planned, noted or stored was
-computed by the same weights from the request's first token on.
+generation. A request belongs to the generation in which it was last seen in the queue. Only a
+request of the present generation has an `Owner`, the model that its KV counts as. So all KV that is
+planned, noted or stored comes from the same weights, from the request's first token on.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _nobody(*_known: object) -> None:
 
 
 LoraId = str | None
-"""SGLang's id for one loading of an adapter, which is never used again. None is the base."""
+"""SGLang's id of an adapter. Each load of an adapter gets a new id. None is the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Model that computes the first `num_tokens` tokens of a request. Only these are cached.
+    """Model that computes the first `num_tokens` tokens of a request. Only their KV is cached.
 
     An activated LoRA acts from its invocation on; the base computes the tokens before.
     """
@@ -81,12 +81,15 @@ class _Reading:
     """A loaded adapter while a thread reads its files."""
 
     content: Future[tuple[str, Adapter, bytes]]
-    """Digest, adapter, and the stamp of the files after the thread has read them."""
+    """Digest and adapter as the thread has read them, and the files' stamp (`stamp_of`) after
+    that."""
     stamps: Sequence[bytes] = ()
-    """Stamps of the files before and after SGLang loaded them; empty while SGLang has not."""
+    """Stamps of the files before and after SGLang loaded them. Empty unless the adapter is
+    loaded."""
 
     def result(self) -> tuple[str, Adapter]:
-        """Digest and adapter. Raises ConfigError if SGLang may have loaded other content."""
+        """Return digest and adapter. Raises ConfigError for changed files or an unloaded
+        adapter."""
         digest, adapter, stamp = self.content.result()
         if not self.stamps:
             raise ConfigError("it is not loaded any more")
@@ -123,8 +126,8 @@ class Models:
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
         self.reader = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="droidspeak-weights")
-        """Threads that hash weights at the same time as the scheduler works. They start with the
-        first task."""
+        """Pool of threads that hash weights while the scheduler works. It starts with the first
+        task."""
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
         """Results of `first_differences` for the models that are loaded now."""
         self.known: Callable[[str, ModelId], object] = _nobody
@@ -168,7 +171,7 @@ class Models:
         return None if loaded is None or self.unknown else loaded.model_id
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
-        """Tokens from which on an adapter acts. Empty if it acts from the start."""
+        """Return an adapter's invocation. Empty if the adapter acts from the start."""
         return self._invocations.get(lora_id, ())
 
     def is_reading(self, lora_id: LoraId) -> bool:
@@ -185,7 +188,8 @@ class Models:
         return None if model is None else Owner(model, lora_id, at)
 
     def first_differences(self, lora_id: LoraId) -> Mapping[ModelId, int]:
-        """Return the first layers at which this model differs from all other loaded models."""
+        """Return for each other loaded model the first layer at which it differs from this model.
+        Activated LoRAs are left out."""
         if lora_id not in self._differences:
             me = self._loaded[lora_id]
             self._differences[lora_id] = {
@@ -204,20 +208,20 @@ class Models:
         self.known(lora_id, loaded.model_id)
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
-        """Call `load`, which loads the adapter on all ranks or on none. Let a thread read the
-        adapter's content. If the adapter's invocation cannot be read, raises ConfigError or OSError
-        and loads nothing."""
+        """Call `load`, which loads an adapter on all ranks or on none, while a thread reads the
+        adapter's content. If the invocation cannot be read, raises ConfigError or OSError and loads
+        nothing."""
         self.ids.add(lora_id)
         before = stamp_of(folder)
         self._invocations[lora_id] = read_invocation(folder)
         reading = _Reading(self.reader.submit(lambda: (*self._read(folder), stamp_of(folder))))
         load()
         self._reading[lora_id] = reading  # All ranks read the same adapters.
-        with contextlib.suppress(OSError):  # The thread finds the error, too.
+        with contextlib.suppress(OSError):  # The reading thread reports this error.
             reading.stamps = (before, stamp_of(folder))
 
     def settle(self, ranks: Ranks) -> None:
-        """Add the adapters that all ranks have read, with equal results. All ranks call this
+        """Add the adapters that all ranks have read with equal results. All ranks call this
         together."""
         self.settle_base()
         if not self._reading:

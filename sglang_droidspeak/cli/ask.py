@@ -24,7 +24,7 @@ _PATIENCE_S: Final = 10
 
 class NoAnswer(CacheTreeError):
     """A server gives no usable answer: it does not respond, is not SGLang, runs without this
-    extension, or does not know."""
+    extension, or does not know what was asked."""
 
 
 def add_parsers(commands: Any) -> None:
@@ -102,8 +102,8 @@ def add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
-    """Return the first rank's state in `/server_info`. Also return by how many seconds, at least,
-    the server's clock is ahead of this machine's (negative: behind). Raises NoAnswer."""
+    """Return the first rank's state from `/server_info`, and the least number of seconds by which
+    the server's clock is ahead of this machine's. Negative: behind. Raises NoAnswer."""
     before_s = time.time()
     reply, info = _ask("GET", url, "/server_info", key)
     after_s = time.time()
@@ -186,7 +186,7 @@ def _question(args: argparse.Namespace) -> dict[str, Any]:
     beside = {name: value for name, value in beside.items() if value is not None}
     if args.text is None:
         if beside:
-            raise ConfigError(f"{', '.join(beside)} is known of a request; give it with --text")
+            raise ConfigError(f"{', '.join(beside)} needs --text; a request has its own")
         return {"request_id": args.request}
     try:
         text = args.text.read_bytes().decode()

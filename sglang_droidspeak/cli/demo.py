@@ -1,4 +1,4 @@
-"""`droidspeak demo`."""
+"""Command line of `droidspeak demo`."""
 
 from __future__ import annotations
 

@@ -66,10 +66,10 @@ def add_parser(commands: Any) -> None:
         "and keys. With --url, also check running servers: backends, clock, memory, disk, keys, "
         "peers, profiles, and whether links are faster than break-even. Each check prints a line. "
         "If something is wrong, the line has the remedy, and the exit status is 1. With --sglang, "
-        "compare instead the parts of SGLang that this package uses with the source of the "
-        "installed SGLang, or of one in a folder. With --adapter, show instead from which token "
-        "and layer on an adapter's KV differs from its base's, and whether servers share "
-        "everything before that without loss. If they do not, say which adapters would share.",
+        "only check whether an SGLang has the parts that this package uses, with equal source. "
+        "With --adapter, only show the token and the layer from which an adapter's KV differs "
+        "from its base's, and whether servers share everything before them without loss. If they "
+        "do not, say which adapters would share.",
     )
     doctor.add_argument(
         "--config", type=Path, metavar="FILE", help="file for `sglang.launch_server --config`"
@@ -176,9 +176,9 @@ def installation() -> Iterator[Check]:
 
 
 def adapter(path: Path, base: Path | None) -> Iterator[Check]:
-    """Check the adapter in a PEFT folder, and what it shares with its base. The base is `base`, or
-    else the one that the adapter's config names. Raises ConfigError if the folder has no adapter,
-    or one of another base."""
+    """Check the adapter in a PEFT folder, and report what it shares with its base. Without `base`,
+    the adapter's config names the base. Raises ConfigError if the folder has no adapter of this
+    base."""
     where, ignored = acting(path)
     base = base or base_of(path)
     if base is not None:
@@ -232,7 +232,7 @@ def configuration(path: Path) -> Iterator[Check]:
     for profile in server.profiles:
         pair = with_names(f"{profile.sender.model_id} to {profile.receiver.model_id}", names)
         said = f"{profile.reason}; {profile.controls or 'no controls were measured'}"
-        # A failed profile that is named ends the start. One of a folder is only not used.
+        # A failed profile ends the start if its file is named. In a folder, it is skipped.
         yield _check(f"profile {pair}", True, said if profile.is_usable else f"{_NOT_USED}: {said}")
     settings = server.settings
     yield from _room(settings, server.identity.model_id, own_of(flags).tp)
@@ -242,7 +242,7 @@ def configuration(path: Path) -> Iterator[Check]:
 
 def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     linker = options.get("unified-cache-external-linker-config")
-    with contextlib.suppress(TypeError, ValueError):  # A text is JSON, as on a command line.
+    with contextlib.suppress(TypeError, ValueError):  # A string has JSON.
         linker = json.loads(linker)
     check_flags(str(path), options)
     if not isinstance(linker, dict):
@@ -357,7 +357,7 @@ def _of_state(url: str, state: Mapping[str, Any], off_s: float) -> Iterator[Chec
 
 
 def room(report: Mapping[str, Any]) -> Check:
-    """Check memory and disk from a server's report about its cache. Each peer has another line."""
+    """Check a server's memory and disk, from the server's report about its cache."""
     peers, is_up = [it["address"] for it in report["peers"]], report["health"]["live"]
     degraded = [it for it in report["health"]["degraded"] if not any(at in it for at in peers)]
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])

@@ -26,7 +26,7 @@ from sglang_droidspeak.verify.prompts import Prompt, made, of_data
 _NUM: Final = 6
 _TOKENS: Final = 2000
 _SPARE: Final = 128
-"""Tokens kept free for a question and its answer."""
+"""Number of tokens that a document leaves free for a question and its answer."""
 
 
 def add_parser(commands: Any) -> None:
@@ -75,8 +75,8 @@ def add_parser(commands: Any) -> None:
     verify.add_argument(
         "--flush",
         action="store_true",
-        help="also empty the radix caches of both servers, which other users need, too, and read "
-        "from host memory",
+        help="also read from host memory, after emptying the radix caches of both servers; other "
+        "users need these caches, too",
     )
     add_key(verify)
     verify.add_argument("--json", action="store_true", help="print one line of JSON")

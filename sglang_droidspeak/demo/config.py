@@ -27,7 +27,7 @@ PAGE_SIZE = 16
 _LIMITS: Final = "context-length", "max-total-tokens"
 """SGLang's options that limit the total length of a prompt and its answer."""
 _SPARE: Final = 7
-"""Tokens by which a prompt must stay below these limits, or SGLang refuses it."""
+"""Number of tokens by which a prompt must stay below SGLang's limits on its length."""
 PAIRS: Final = ROOT / "examples/pairs"
 """Folder of the small pairs, in a clone."""
 _REAL: Final = ROOT / "build/real"
@@ -99,7 +99,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """A pair, its data, and how it is served. By default the demo runs `shipped`."""
+    """A pair of models, its data, and its servers' options. By default the demo runs `shipped`."""
 
     sender: Path
     receiver: Path
@@ -118,9 +118,9 @@ class DemoConfig:
     correction: bool = True
     """Whether to correct E, if the profile has a plan that does so."""
     times_random_pair: bool = False
-    """Whether to time a pair of random weights too. Its times are valid, its quality is not."""
+    """Whether to time two models of random weights, too. Their quality says nothing."""
     instead: str = ""
-    """Note for a person about the choice of the pair."""
+    """Note to the user, if the demo runs another pair than usual."""
     device: str = "auto"
     dtype: str | None = None
     """Number format of the servers. None: float32 on a CPU, to compare answers exactly, and
@@ -266,7 +266,7 @@ class DemoConfig:
         return subject, profile
 
     def make_random(self, folder: Path) -> Subject:
-        """Write the random pair, without progress bars."""
+        """Write two models of random weights into `folder`, without progress bars."""
         config = shape(
             "llama", layers=_NUM_LAYERS, hidden=_HIDDEN, heads=_NUM_HEADS, kv_heads=_NUM_HEADS
         )

@@ -131,11 +131,11 @@ _COLOURS = dict(
     )
 )
 _NOTABLE = 1.05
-"""Least speed-up that the picture writes."""
+"""Least speed-up that the picture states as a number."""
 
 
 def draw(report: DemoReport, path: Path) -> None:
-    """Write a PNG, without a display. Quality is on the left, time on the right."""
+    """Draw the report into a PNG file: quality on the left, time on the right. Needs no display."""
     pair = report.pair
     start, stop = pair.block
     names = {it: it.title.replace(" ", "\n") for it in pair.conditions}

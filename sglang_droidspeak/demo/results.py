@@ -59,7 +59,8 @@ class Condition(StrEnum):
 
 
 def rotated(conditions: Sequence[Condition], index: int) -> list[Condition]:
-    """Return all conditions in an order that begins with another condition for each index."""
+    """Return all conditions, rotated: each index begins with another condition than the index
+    before."""
     first = index % len(conditions)
     return [*conditions[first:], *conditions[:first]]
 
@@ -146,8 +147,8 @@ LEAST_REUSED_SHARE = 0.9
 """Least share of requests that must reuse. On a busy machine a fetch may miss its deadline, but not
 a tenth of all fetches."""
 LEAST_AGREEMENT_16_BIT = 0.75
-"""Least share of equal answers in 16 bits. There the shape of the batch changes the rounding, and
-so the choice between two tokens that are about equally likely."""
+"""Least share of answers that must be equal in 16 bits. There the batch's shape changes the
+rounding, which decides between two tokens that are about equally likely."""
 
 
 def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
@@ -202,9 +203,10 @@ class QualityCheck(msgspec.Struct, frozen=True):
 def check_quality(samples: Samples, profile: PairProfile) -> QualityCheck:
     """Judge the block by documents. A document counts as the mean of its questions.
 
-    A loss beyond the tolerance is clear if a block that loses just the tolerance shows as much in
-    at most 5 % of demos. The bound is Hoeffding's (1963, theorem 1). It holds for independent
-    documents, whatever their scatter. The sum of losses leaves out documents that gain.
+    A loss beyond the tolerance fails the demo if it is clear. Suppose that the block loses exactly
+    the tolerance: at most 5 % of demos may then show as large a loss by chance. Hoeffding's bound
+    (1963, theorem 1) says so for independent documents of any scatter. Documents that gain count as
+    a loss of 0.
     """
     qualities: dict[int, list[tuple[float, float]]] = {}
     full, block = samples[Condition.FULL_PREFILL], samples[Condition.BLOCK]
@@ -230,8 +232,8 @@ def check_quality(samples: Samples, profile: PairProfile) -> QualityCheck:
 
 
 def _largest_chance(mean: float, expected: float) -> float:
-    """Return a bound for each of n independent values within 0 and 1, at most `expected` in the
-    mean. Their mean is at least `mean`, which is larger, with a probability of at most the bound to
-    the power of n."""
+    """Return Hoeffding's bound b. Suppose that n independent values from 0 to 1 have an expected
+    mean of at most `expected`. Then their mean reaches `mean`, a larger number, with a probability
+    of at most b to the power of n."""
     below = ((1 - expected) / (1 - mean)) ** (1 - mean) if mean < 1 else 1.0
     return float((expected / mean) ** mean * below)

@@ -56,8 +56,7 @@ _NUM_TOKENS: Final = 2000
 _NUM_NEW_TOKENS: Final = 24
 """Number of tokens in the question about a random document."""
 WARM_TOKENS: Final = 256
-"""Number of tokens in the part of the last document that the warm-up sends, before any time is
-measured."""
+"""Number of tokens of the last document that the warm-up sends, before any time is measured."""
 
 
 def run_demo(config: DemoConfig, console: Console) -> DemoReport:
@@ -107,7 +106,7 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 def _measure(
     config: DemoConfig, subject: Subject, documents: Sequence[Document], console: Console
 ) -> tuple[MeasuredPair, Samples, list[str]]:
-    """Start the servers, measure their answers, and end them. Returns means, all answers, and
+    """Start the servers, measure their answers, and stop them. Returns means, all answers, and
     failures. Raises DemoFailed, with the end of the logs, if a server does not answer."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(subject.conditions) * sum(len(it.questions) for it in documents)

@@ -1,4 +1,4 @@
-"""Wrap the parts of SGLang that this package uses. No other folder names SGLang.
+"""Wrap the parts of SGLang that this package uses. No other folder imports SGLang.
 
     v0_5_23    names of SGLang 0.5.23 that are hooked and read; a JSON file has source hashes
     probe      refuses another release, and lists the differences of its source
@@ -61,7 +61,7 @@ def resolved(server_args: Any) -> Any:
 
 
 def switched_on(names: Collection[str]) -> list[str]:
-    """Return the names of those environment variables of SGLang that are switched on. A variable
+    """Return the given names of SGLang's environment variables that are switched on. A variable
     that SGLang's own list lacks is on if it is 1."""
     from sglang.srt.environ import envs
 
@@ -70,8 +70,8 @@ def switched_on(names: Collection[str]) -> list[str]:
 
 
 def step_tokens(server_args: Any) -> int:
-    """Return the most tokens that SGLang prefills in one step: the size of a chunk, or the limit of
-    a batch if SGLang does not cut prompts (-1)."""
+    """Return the largest number of tokens that SGLang prefills in one step: the size of a chunk. If
+    SGLang does not cut prompts (-1), the limit of a batch."""
     args = resolved(server_args)
     chunk = args.chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens

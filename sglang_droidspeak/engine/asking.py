@@ -26,13 +26,13 @@ SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()[:32]
 """Secret of one server, unknown to users. All processes of the server compute the same secret,
 because a process inherits `authkey` from its parent."""
 ANSWERED: Final = f"droidspeak_answered_{SECRET}"
-"""Key in `custom_params` that marks the server's own requests. Its value is the number of tokens at
-the end of the input that belong to an answer. Users cannot know the key."""
+"""Key in `custom_params` that marks the server's own requests. Users cannot know it. The value is
+the number of tokens at the input's end that repeat an earlier answer."""
 
 
 def add_pages(key: str) -> None:
-    """Add pages that show the scheduler's answer under `key`, and headers of answers. Call it in
-    the front end, before its HTTP server starts.
+    """Add HTTP pages that return the scheduler's answers to operators' questions, and add headers
+    to the answers of requests. Call it in the front end, before its HTTP server starts.
 
     The pages need SGLang's admin key if there is one, else its API key, like SGLang's own pages for
     operators.
@@ -80,7 +80,7 @@ def asked(recv_req: Any) -> tuple[str, str]:
 def unsent(
     tokens: Sequence[int], lora_id: str | None, extra_key: str | None, cache_salt: str | None
 ) -> Req:
-    """Make a request that no user has sent, as SGLang would make it. It serves questions about what
+    """Make a request as SGLang would make it if a user sent it. It serves questions about what
     would happen to such a request."""
     from sglang_droidspeak.engine.names import Req, SamplingParams
 
@@ -116,6 +116,6 @@ def is_own(req: Req) -> bool:
 
 
 def num_answered(req: Req) -> int:
-    """Number of tokens at the end of the prompt that belong to an answer. 0 for a user's
-    request."""
+    """Return the number of tokens at the prompt's end that repeat an earlier answer, as the
+    server's own requests do. 0 for a user's request."""
     return req.sampling_params.custom_params[ANSWERED] if is_own(req) else 0

@@ -4,8 +4,8 @@ A label is this package's part of an answer's meta_info: the outcome, and whethe
 exact. SGLang sends the headers after the first reply, which has the label. So `LabelNotes` copies
 the label into the state of the HTTP request, and `OutcomeHeaders` reads it there.
 
-Routers with semantic-router's cross-model contract name a peer in `x-vsr-kv-source-pod`, and read
-the result from `x-vsr-kv-transfer-status`.
+Routers that follow the cross-model contract of the project semantic-router name a peer in
+`x-vsr-kv-source-pod`. They read the result from `x-vsr-kv-transfer-status`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def headers_of(label: Label, asks_status: bool) -> list[tuple[bytes, bytes]]:
 
 
 class LabelNotes:
-    """Hook around SGLang's `generate_request`, in the front end. It copies a header's peer into the
-    request's controls, and the first label into the state of the HTTP request."""
+    """Hook around SGLang's `generate_request`, in the front end. It copies the peer that a header
+    names into the request's controls. It copies the answer's first label into the state of the HTTP
+    request."""
 
     def __init__(self, key: str) -> None:
         self._key: Final = key
@@ -82,8 +83,8 @@ class LabelNotes:
         return replies if request is None else self._noted(request.scope["state"], replies)
 
     def _hint(self, obj: Any, source: bytes) -> None:
-        """Add the named peer to the controls, unless the request has its own. Ignore a header that
-        is too long for a host."""
+        """Add the peer that the header names to the request's controls, unless they name a peer
+        already. Ignore a header that is too long for a host."""
         if not 0 < len(source) <= _MAX_SOURCE:
             return
         hint = {"peer": source.decode("latin-1")}

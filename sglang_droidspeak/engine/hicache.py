@@ -138,8 +138,8 @@ class Backend:
             self._storage.on_host_pools_registered()
         except Exception as exc:
             raise ConfigError(
-                f"hicache_backend {name!r} cannot be made with what hicache_config has of "
-                f"{', '.join(config) or 'nothing'}: {type(exc).__name__}: {exc}"
+                f"hicache_backend {name!r} cannot be made with hicache_config (it has "
+                f"{', '.join(config) or 'no keys'}): {type(exc).__name__}: {exc}"
             ) from exc
         self._is_paged = type(self._storage).batch_get_v1 is not HiCacheStorage.batch_get_v1
 
@@ -185,8 +185,8 @@ def _has_landed(answer: torch.Tensor | None, target: torch.Tensor) -> bool:
 
 
 class _HostPool:
-    """Host memory that looks like SGLang's host pool to backends: it has the attributes that
-    backends read. Its layout is `page_first`, with one slot for each page."""
+    """Host memory that backends take for SGLang's host pool, because it has the attributes that
+    they read. Its layout is `page_first`, with one slot for each page."""
 
     layout: Final = "page_first"
     page_size: Final = 1

@@ -26,7 +26,7 @@ returns, because the layer may overwrite E."""
 
 
 class _BlockDone(Exception):
-    """Raised in the last layer of a block once its KV is written. It skips the rest of the
+    """Signal that the last layer of a block has written its KV. Raised to skip the rest of this
     layer."""
 
 

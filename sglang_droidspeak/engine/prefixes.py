@@ -1,8 +1,8 @@
 """Hash the pages of a request's prompt, and choose its namespace in SGLang's radix tree.
 
-Page hashes are SGLang's own chain over tokens, salt and extra key. SGLang appends the adapter's id
-to the extra key. So each adapter has its own tree and its own hashes. The cache's hashes omit that
-id: they depend on tokens and tenant, never on the model.
+SGLang's hash of a page covers the page's tokens, all tokens before them, the salt and the extra
+key. SGLang appends the adapter's id to the extra key. So each adapter has its own tree and its own
+hashes. The cache's hashes omit this id: they depend on tokens and tenant, never on the model.
 
 KV that was made from another model's KV is in a namespace of its own. So a request that needs exact
 KV finds only exact KV, even if SGLang inserts a chunk of its prompt and continues from the tree.
@@ -13,9 +13,9 @@ KV finds only exact KV, even if SGLang inserts a chunk of its prompt and continu
 SGLang joins tenant and namespace without a separator. So a user's key could end like an adapter's
 namespace. A request of the base model with such a key gets another tenant, which users cannot name.
 
-After a change of plans, new requests have a new generation. Its number follows APPROXIMATE, so that
-they read no older approximate KV. The length of the prompt's head follows the generation. The head
-is the first pages of a prompt, which many prompts share and which stay exact.
+Each change of plans begins a new generation. Its number follows APPROXIMATE, so that new requests
+read no older approximate KV. After it follows the length of the prompt's head: its first pages, if
+many prompts share them. They stay exact.
 
 After an update of weights, the model's namespace ends with a mark of that update, until SGLang
 flushes its tree. So requests cannot reach KV of the former weights.
@@ -66,8 +66,8 @@ def page_hash(key: str) -> PageHash:
 
 
 def refusal(req: Req) -> str:
-    """Return the reason if a request's KV depends on more than its token ids and the model. Empty
-    if it does not."""
+    """Return why a request's KV depends on more than its token ids and the model, for example on an
+    image. Empty if it does not."""
     if req.multimodal_inputs is not None:
         return "multimodal"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
@@ -140,8 +140,8 @@ def place_of_generation(generation: int) -> str:
 
 
 def run_with(req: Req, generation: int, place: str) -> None:
-    """Let the request find and insert only KV of this generation of weights; `place` is its mark.
-    Call it while the request holds nothing of SGLang's tree."""
+    """Let the request find and insert only KV of this generation of weights. `place` is the mark of
+    the generation. Call it while the request holds nothing of SGLang's tree."""
     if getattr(req, _WEIGHTS, _FIRST) != (generation, place):
         _note(req, _WEIGHTS, (generation, place))
 
@@ -194,16 +194,17 @@ def lead(req: Req, num_pages: int) -> None:
 
 
 def keep_apart(req: Req, adapters: Collection[str]) -> None:
-    """Give a request of the base model another tenant if its user's extra key could be mistaken: it
-    ends like the namespace of one of these adapters. Call it while the request holds nothing of
-    SGLang's tree."""
+    """Give a request of the base model another tenant if its extra key ends like the namespace of
+    one of these adapters. Otherwise its KV would count as the adapter's. Call it while the request
+    holds nothing of SGLang's tree."""
     tenant = tenant_of(req) or ""
     if req.lora_id is None and _AT.sub("", tenant)[-_ID_CHARS:] in adapters:
         _note(req, _TENANT, f"{tenant}~{SECRET}")
 
 
 def invoked_at(req: Req) -> int | None:
-    """Return the first token on which the request's activated LoRA acts. None: it has none."""
+    """Return the first token on which the request's activated LoRA acts. None if no such adapter
+    acts."""
     return getattr(req, _INVOKED_AT, None)
 
 
@@ -233,7 +234,7 @@ def num_without_e(req: Req) -> int:
 
 
 def note_without_e(req: Req, num_tokens: int) -> None:
-    """Note that the request's first `num_tokens` tokens have KV. Loaded tokens have no E."""
+    """Note that the request has loaded KV without E, which ends at token `num_tokens`."""
     setattr(req, _WITHOUT_E, num_tokens)
 
 

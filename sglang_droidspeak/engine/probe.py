@@ -1,4 +1,4 @@
-"""Check that the installed SGLang is the supported release, and list differences of another one.
+"""Check that the installed SGLang is the supported release, and list how another release differs.
 
 The other release is read as source and never imported, so that it need not run on this machine.
 """
@@ -31,7 +31,7 @@ def require_supported() -> None:
     if present.split("+")[0] != release.VERSION:
         raise ConfigError(
             f"sglang-droidspeak supports SGLang {release.VERSION}, found {present}; "
-            f"install 'sglang=={release.VERSION}' (`droidspeak doctor --sglang` says what moved)"
+            f"install 'sglang=={release.VERSION}' (`droidspeak doctor --sglang` says what changed)"
         )
 
 
@@ -84,7 +84,7 @@ def source_hash(root: Path, target: str) -> str:
 
 
 def fields(root: Path, target: str) -> set[str]:
-    """Names that a class defines in its body, or assigns as attributes of `self`. Raises
+    """Return the names that a class defines in its body, or assigns as attributes of `self`. Raises
     NotThere."""
     node, _ = _definition(root, target)
     names = set()

@@ -1,7 +1,6 @@
 """Run some prefix tokens of an SGLang batch once more, before the batch's own forward.
 
-Partial prefills recompute the block of loaded tokens in this way, and failed loads their full
-prefill.
+This recomputes the block of loaded tokens, and prefills tokens in full after a failed load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Add slices and attributes to SGLang's trace of a request."""
+"""Add slices (stages with a start and an end) and attributes to SGLang's trace of a request."""
 
 from __future__ import annotations
 

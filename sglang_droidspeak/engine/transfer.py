@@ -1,4 +1,4 @@
-"""SGLang's kernels that read and write page-locked host memory themselves.
+"""SGLang's kernels in which the device itself reads and writes page-locked host memory.
 
 They copy K and V of one layer, or of all layers, in one pass without a temporary buffer. They use
 two to four of the device's multiprocessors. This module imports little, unlike `names`.

@@ -10,8 +10,8 @@ VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-"""Function that is hooked in a module that only imports it. The JSON file names it by the module
-that defines it."""
+"""Function of page hashes. We hook the name in this module, which imports the function. The JSON
+file names the module that defines the function."""
 
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"

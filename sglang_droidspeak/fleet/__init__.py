@@ -1,4 +1,4 @@
-"""Workers and engines of one machine, as processes."""
+"""Run the workers (caches) and engines (SGLang servers) of one machine as processes."""
 
 from cachetree import CacheTreeError
 

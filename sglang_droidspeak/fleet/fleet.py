@@ -87,7 +87,7 @@ def check_flags(where: str, options: Iterable[str]) -> None:
     """Raise ConfigError for an unknown option, which SGLang would refuse only after a minute."""
     known = sglang_flags()
     for option in options:
-        # SGLang accepts the beginning of a flag in place of the flag.
+        # SGLang accepts the first letters of a flag in place of the flag.
         if known and not any(flag.startswith(option) for flag in known):
             close = difflib.get_close_matches(option, known, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
@@ -96,7 +96,7 @@ def check_flags(where: str, options: Iterable[str]) -> None:
 
 @functools.cache
 def sglang_flags() -> frozenset[str]:
-    """Names of SGLang's options, read from its source, because an import takes many seconds.
+    """Return the names of SGLang's options, read from its source: an import takes many seconds.
 
     A few of these names are not options. Empty if SGLang's source has another form.
     """
@@ -136,7 +136,7 @@ def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
 def shared_cores(started: Sequence[Spec]) -> dict[str, str]:
     """Return an environment in which engines that compute on the CPU share its cores.
 
-    By default every engine uses all cores, and spins while it waits for busy ones.
+    By default the threads of every engine use all cores, and spin while they wait for each other.
     """
     num_engines = sum(isinstance(spec, ServerSpec) for spec in started)
     num_cores = len(os.sched_getaffinity(0)) // max(1, num_engines)

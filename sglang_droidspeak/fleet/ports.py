@@ -18,8 +18,8 @@ def free_port(num_ranks: int = 1) -> int:
     """Return the first of `num_ranks` free ports in a row, one for each rank of a server. While
     this process lives, the function gives them to no other process. Raises ServerFailed.
 
-    Some ports could be taken before the server binds them. So this leaves out the ports of outgoing
-    connections (32768 and above on Linux) and SGLang's own (22000 to 29999).
+    Another program could take some ports before the server binds them. So we leave out the ports of
+    outgoing connections (32768 and above on Linux) and SGLang's own (22000 to 29999).
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with contextlib.suppress(OSError), contextlib.ExitStack() as names:
@@ -41,6 +41,6 @@ def check_port(name: str, host: str, port: int) -> None:
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ServerFailed(
-                f"{name} has port {port} of {host}, where something listens already; end that, or "
-                "give another port"
+                f"{name} has port {port} of {host}, and another program listens there; stop it, "
+                "or give another port"
             ) from exc

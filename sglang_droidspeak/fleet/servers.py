@@ -54,7 +54,7 @@ class Spec:
         return Process(self, folder, env)
 
     def words(self, folder: Path) -> Sequence[str]:
-        """Words of the command. Writes the files that it reads into `folder`."""
+        """Return the command's words. Writes the files that the command reads into `folder`."""
         raise NotImplementedError
 
     def address(self, log: Path) -> str:
@@ -264,7 +264,7 @@ class Server(Process, Client):
     def stop(self) -> None:
         """End the server at once.
 
-        SIGTERM would end its scheduler just as abruptly. The other processes would take this for a
+        SIGTERM would end its scheduler just as abruptly. Its other processes would take this for a
         crash, and wait for 5 s.
         """
         self.kill()
@@ -311,8 +311,8 @@ def _wait_for(started: Sequence[Process], timeout_s: float) -> None:
         if elapsed_s > timeout_s:
             late = waiting[0]
             raise ServerFailed(
-                f"{late.name} is not ready after {elapsed_s:.0f} s; --start-timeout gives it more "
-                f"where it only loads:\n{end_of(late.log)}"
+                f"{late.name} is not ready after {elapsed_s:.0f} s; if it is still loading, give a "
+                f"larger --start-timeout:\n{end_of(late.log)}"
             )
         time.sleep(_LOOK_S)
 

@@ -177,7 +177,7 @@ class HiCacheTier:
             with contextlib.suppress(Exception):
                 self._backend.close()
         else:
-            log.warning("the HiCache backend does not return; it is left as it is")
+            log.warning("a call of the HiCache backend does not return; its thread is left running")
 
     def _has_more(self, pages: Sequence[PageHash]) -> bool:
         """Whether the backend may have pages, or E of pages, that the tree does not list yet."""

@@ -181,7 +181,7 @@ class Load:
         except FetchError:
             return
         except Exception:  # The loader continues with other loads.
-            log.exception("layer %d cannot be waited for", layer)
+            log.exception("waiting for layer %d failed", layer)
             self.fail()
             return
         with self._copying:

@@ -245,8 +245,8 @@ def check_ports(settings: Settings, tp_size: int) -> None:
         )
     if port and settings.bulk_port and abs(port - settings.bulk_port) < tp_size:
         raise ConfigError(
-            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, and from each number "
-            f"on {tp_size} ranks take a port; choose numbers at least {tp_size} apart"
+            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, and the ports of "
+            f"{tp_size} ranks overlap; choose numbers at least {tp_size} apart"
         )
 
 

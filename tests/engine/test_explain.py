@@ -314,7 +314,7 @@ def test_the_command_says_what_is_wrong(server, capsys):
     for argv, words in (
         (["explain", "r1"], "no request 'r1' here"),
         (["explain"], "give a REQUEST_ID, or a prompt"),
-        (["explain", "r1", "--adapter", "a"], "adapter is known of a request"),
+        (["explain", "r1", "--adapter", "a"], "adapter needs --text"),
         (["explain", "--text", "/no/such"], "text /no/such cannot be read"),
     ):
         assert main([*argv, "--url", server.url]) == 1
