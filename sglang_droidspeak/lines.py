@@ -20,8 +20,8 @@ MAX_REMEMBERED: Final = 8
 
 
 class Lines:
-    """The models that this server has served, and their plans by the profiles of lines. Only the
-    scheduler's thread uses it."""
+    """The models that this server has served, and the plans that they inherit from the profiles of
+    lines. Scheduler thread only."""
 
     def __init__(self, profiles: Sequence[LineProfile]) -> None:
         self._profiles: Final = profiles
@@ -29,8 +29,8 @@ class Lines:
         """Models served so far with their weights, the latest last."""
 
     def follow(self, model: ModelIdentity, weights: Weights) -> list[LineProfile]:
-        """Note the model that is served now. Return its pairs with earlier models: `passed` is true
-        for pairs that inherit a plan, false if the weights changed too much.
+        """Note the model that is served now. Return its pairs with earlier models. In a pair that
+        inherits a plan, `passed` is true. It is false if the weights changed too much.
 
         Takes a few milliseconds for each earlier model.
         """
@@ -44,8 +44,8 @@ class Lines:
         return pairs
 
     def _pairs(self, model: ModelIdentity, weights: Weights) -> Iterator[LineProfile]:
-        """Yield the pairs of earlier models with `model`, if their distance is known. The first
-        line that has proven the distance gives the plan."""
+        """Yield each earlier model's pair with `model`, if the distance of their weights is known.
+        The plan is of the first line that has proven this distance."""
         for former, theirs in self._models.values():
             if (change := weights.distances_from(theirs)) is not None:
                 by_lines = [it.inherited(former, model, change) for it in self._profiles]

@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 
 
 class DroidSpeakLinker(UnifiedCacheLinker):
-    """Connect all parts of this package to SGLang. SGLang makes one in each scheduler process, and
-    calls its methods on the scheduler thread."""
+    """Connect all parts of this package to SGLang. SGLang makes one linker in each scheduler
+    process, and calls its methods on the scheduler thread."""
 
     def __init__(
         self,

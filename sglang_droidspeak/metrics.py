@@ -41,7 +41,7 @@ class Saving(msgspec.Struct, kw_only=True):
 
 
 class Metrics:
-    """Metrics of one scheduler process. Create after SGLang has set PROMETHEUS_MULTIPROC_DIR.
+    """Metrics of one scheduler process. Make it after SGLang has set PROMETHEUS_MULTIPROC_DIR.
 
     Without `--enable-metrics` the server counts all the same, but registers no metric.
     """
@@ -119,7 +119,7 @@ class Metrics:
             multiprocess_mode="livemax",
         )
         self._lines: Mapping[tuple[ModelId, ModelId], tuple[ModelId, ModelId]] = {}
-        """Pairs that inherit a plan from a line, each with the last pair of this line."""
+        """Pairs that inherit a plan from a line, each with the last pair of the line."""
         self.fetched_bytes: Final[Counter] = counter(
             "droidspeak:fetched_bytes",
             "Bytes of E and KV staged for admitted requests; cachetree:fetched_bytes also has "
@@ -190,7 +190,8 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
-        """Set `pair_usable` of all pairs. `are_off` sets all to 0; None keeps its last value.
+        """Set `pair_usable` of all pairs: to 0 if `are_off`. None keeps the last value of
+        `are_off`.
 
         A pair that was never usable has no sample, so that it raises no alert.
         """
@@ -219,7 +220,7 @@ class Metrics:
             self.heirs.labels(state).set(counts[state])
 
     def counted_as(self, pair: tuple[ModelId, ModelId]) -> tuple[ModelId, ModelId]:
-        """Return the pair under which counters count `pair`."""
+        """Return the pair as which counters count `pair`."""
         return self._lines.get(pair, pair)
 
     def tell_names(self, names: Mapping[str, str]) -> None:
@@ -275,8 +276,8 @@ class CacheMetrics:
         *,
         beside: Callable[[], None],
     ) -> None:
-        """Copy the numbers of `status` into metrics again and again. `beside` is called after each
-        copy, and writes other metrics."""
+        """Start the thread that copies the numbers of `status`. After each copy it calls `beside`,
+        which writes other metrics."""
         self._status = status
         self._beside = beside
         gauge = partial(Gauge, multiprocess_mode="livesum")

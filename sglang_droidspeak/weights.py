@@ -52,10 +52,10 @@ class WeightUpdates:
     _changed: Callable[[], object]
     """Function that is called when an update begins, before its first write."""
     _known: Callable[[ModelIdentity, Weights, str], object]
-    """Function that is called once an update is settled, with the present model, its weights, and
-    the name of its folder (empty if no folder was loaded)."""
+    """Function that is called once all ranks know the new weights: with the model, its weights, and
+    its folder's name (empty if no folder was loaded)."""
     _reading: Future[Weights] | None = field(default=None, init=False)
-    """Weights after the last update, while a thread reads them. It is None on all ranks, or on no
+    """Weights after the last update, while a thread reads them. None on all ranks, or on no
     rank."""
     _folder: str = field(default="", init=False)
     """Name of the folder that `_reading` reads."""
@@ -87,7 +87,7 @@ class WeightUpdates:
         self._forget("weights were reset")
 
     def from_disk(self, original: Any, updater: Any, path: str, *args: Any, **rest: Any) -> Any:
-        """Load weights from the folder `path`, and compare with the other ranks.
+        """Load weights from the folder `path`, and agree with the other ranks on the result.
 
         If any rank has written weights, the weights of all ranks count as changed. If no rank has,
         as with a missing folder, nothing changes.
@@ -246,7 +246,7 @@ def _read_tensor(
 
 
 def _read(before: Weights, folder: Path, stamps: Iterable[bytes], load_format: str) -> Weights:
-    """Return the weights after a folder was loaded; raises ConfigError if they cannot be known."""
+    """Return the weights after a folder was loaded. Raises ConfigError if they cannot be known."""
     if load_format not in READ_AS_SAFETENSORS:
         raise ConfigError(f"load_format {load_format} reads other files than safetensors")
     if not folder.is_dir():

@@ -4,15 +4,16 @@ An alarm takes a plan out of service, together with all plans of its profile tha
 quality. The pair continues with the best remaining plan; without one it is off. Exact plans always
 stay. A plan is watched more closely at first, while there is some evidence against it, and after an
 alarm against another plan of its pair. With `gate: none`, a block that requests name is watched as
-a plan that promises nothing. A document adds evidence once, and an hour adds a bounded share of it.
+a plan that promises nothing. A document adds evidence once. An hour multiplies evidence by a
+bounded factor.
 
 How far an answer was from an exact run
 ---------------------------------------
 
-SGLang reports the most likely tokens of each side. No other token is more likely than the last of
-them. Total variation is the largest difference between the probabilities that both sides give to a
-set of tokens. It has a lower bound: sum how much more one side gives to each token than the other
-side can give at most. The bound is 0 if both sides are equal. It is close if few tokens have nearly
+SGLang reports the most likely tokens of both runs. No other token is more likely than the last of
+them. Total variation is the largest difference between the probabilities that both runs give to a
+set of tokens. It has a lower bound: sum how much more one run gives to each token than the other
+run can give at most. The bound is 0 if both runs are equal. It is close if few tokens have nearly
 all of the probability.
 
 Has the mean of these distances risen above what is allowed?
@@ -26,9 +27,9 @@ A Shiryaev-Roberts e-detector for the mean of values in [0, 1] (Shin, Ramdas and
 Assume that each value's mean, given all values before it, is at most `allowed`. Then the second
 factor's mean is at most 1. So evidence grows by at most 1 per observation on average, for any
 distribution. This also holds for the sum over all plans of a server, and each of its shadows. So an
-alarm at `threshold` comes after at least `threshold` shadows of the whole server on average, for
-any number of plans. How often shadows run may depend on the evidence, because a decision about the
-next shadow uses only the past.
+alarm at `ALARM` comes after at least `ALARM` comparisons (shadows) of the whole server on average,
+for any number of plans. How often shadows run may depend on the evidence, because a decision about
+the next shadow uses only the past.
 
 Ordinary traffic breaks the assumption: hard documents come one after another, and then the mean
 given the past is above the overall mean. Nothing can be proven about any order. So limits keep such
@@ -58,12 +59,11 @@ POSITIONS: Final = 8
 """Number of an answer's first positions that are compared."""
 
 LogProbs = Mapping[int, float]
-"""Log-probabilities at one position, by token id. These are the most likely tokens, and perhaps
-others."""
+"""Log-probabilities at one position, by token id: of the most likely tokens, and perhaps others."""
 
 SHARES: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-"""Bets, as shares of the largest possible bet. Under the largest bet, a single value of 0 would
-leave no evidence."""
+"""Bets: how strongly one distance changes the evidence. They are shares of the largest bet, under
+which a single distance of 0 would leave no evidence."""
 NO_EVIDENCE: Final = (0.0,) * len(SHARES)
 HOUR: Final = 10.0
 """Largest factor by which evidence may grow in one hour."""
@@ -72,12 +72,12 @@ Evidence = tuple[float, ...]
 """Evidence under each bet, in the order of SHARES."""
 
 ALARM: Final = 1e5
-"""Evidence that raises an alarm. A healthy server runs at least as many shadows before a false
-alarm, on average."""
+"""Evidence that raises an alarm. On average, a healthy server makes at least as many comparisons
+before a false alarm."""
 SUSPICION: Final = 2.0
 NUM_FIRST: Final = 20
-"""Number of a new plan's shadows before which every request by the plan is checked. Chance chooses
-the very first one, so that an unused plan causes no checks."""
+"""Number of a new plan's first comparisons. Until then every request by the plan is compared, after
+chance has chosen the very first. So an unused plan causes no comparisons."""
 NOISE: Final = 0.02
 """Largest distance that two exact runs have, in half precision and in different batches. If a
 profile does not say how far a plan is from full prefill, the plan is allowed only this distance."""
@@ -95,15 +95,15 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     allowed: float = NOISE
     """Allowed mean distance from exact runs."""
     quality: float = 0.0
-    """Quality that the profile promises. 0 for a block that requests named, and no profile has."""
+    """Quality that the profile promises. 0 for a block that a request named and no profile has."""
     num_shadows: int = 0
     mean_tv: float = 0.0
-    """Mean distance over all shadows."""
+    """Mean distance over all comparisons."""
     evidence: Evidence = NO_EVIDENCE
     hour: int = 0
-    """Hour since 1970 of the last shadow."""
+    """Hours since 1970, at the last comparison."""
     hour_began: Evidence = NO_EVIDENCE
-    """Evidence at the beginning of that hour."""
+    """Evidence at the beginning of the hour of the last comparison."""
     documents: tuple[str, ...] = ()
     """Digests of the last documents that added evidence."""
     probation: Probation | None = None
@@ -180,25 +180,25 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):
-    """Distance of one request's answer from an exact run."""
+    """Result of one comparison: the distance of a request's answer from an exact run."""
 
     plan: PlanId
     tv: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Total variation."""
     document: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Digest of the tokens that were read. If empty, the shadow counts as a document of its own."""
+    """Digest of the tokens with reused KV. If empty, the request is a document of its own."""
     hour: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     """Hours since 1970. The front end sets it, so that all ranks decide alike."""
 
 
 class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Message of the front end or an operator. With no field set, it only asks for the state."""
+    """Message to the drift guard. With no field set, it only asks for the state."""
 
     shadow: Shadow | None = None
     missed: dict[
         Literal["dropped", "failed"], Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
     ] = {}
-    """Shadows without a result, counted by cause."""
+    """Number of comparisons without a result, by cause."""
     reset: str | None = None
     """Id or name of a sender, or `all`. The evidence about the sender's pairs begins anew."""
 
@@ -229,8 +229,8 @@ def watched(profile: PairProfile) -> WatchedPair:
 
 
 def after(pair: WatchedPair, shadow: Shadow) -> WatchedPair:
-    """Return the pair after one more shadow. If the shadow's plan is out of service, this is the
-    same object."""
+    """Return the pair after one more comparison. If its plan is out of service, this is the same
+    object."""
     plan = shadow.plan
     key = plan.block, plan.e_corrected
     if key not in (it.key for it in pair.plans):
@@ -295,7 +295,7 @@ def _watched(block: BlockQuality) -> WatchedPlan:
 
 
 def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
-    """Return the evidence after one more distance `x` in [0, 1]. `allowed` is the accepted mean,
+    """Return the evidence after one more distance `x` in [0, 1]. `allowed` is the allowed mean,
     above 0."""
     return tuple(
         (1.0 + before) * (1.0 - share + share * x / allowed)
@@ -328,13 +328,13 @@ def distance(served: Sequence[LogProbs], exact: Sequence[LogProbs]) -> float:
 
 
 def total_variation(served: LogProbs, exact: LogProbs) -> float:
-    """Return a lower bound of the total variation between the two sides at one position."""
+    """Return a lower bound of the total variation between both runs at one position."""
     ours, theirs = ({token: exp(it) for token, it in one.items()} for one in (served, exact))
     return max(_excess(ours, theirs), _excess(theirs, ours))
 
 
 def _excess(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Probability that `one` gives to its reported tokens in excess of the most that `other` can
-    give to them."""
+    """Return the probability that `one` gives to its reported tokens in excess of the most that
+    `other` can give to them."""
     most = sorted(other.values(), reverse=True)[:TOP][-1]
     return min(1.0, sum(max(0.0, it - other.get(token, most)) for token, it in one.items()))

@@ -6,11 +6,11 @@ how often they ever reach a number):
     against    *= 1 - bet + bet * x / allowed                grows if the mean is above allowed
     in favour  *= 1 - bet + bet * (1 - x) / (1 - allowed)    grows if the mean is below allowed
 
-If each value's mean, given the values before it, is at most `allowed`, an alarm ever comes with a
-probability of at most 1 in `ALARM`. If it is at least `allowed`, probation ever ends well with a
-probability of at most 1 in `ENOUGH`. Ordinary traffic comes in clusters, for which nothing is
-proven: `tests/guard/test_probation.py` counts both errors there. No hour limits this evidence,
-unlike the guard's: a model that learns is served for minutes.
+Take each value's mean, given the values before it. If it is at most `allowed`, the probability of
+an alarm is at most 1 / `ALARM`. If it is at least `allowed`, the probability that probation ends
+well is at most 1 / `ENOUGH`. Nothing is proven for ordinary traffic, which comes in clusters:
+`tests/guard/test_probation.py` counts both errors there. Unlike the guard's evidence, this evidence
+has no limit per hour, because a model in training is served only for minutes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ENOUGH: Final = 20.0
 """Evidence in favour of a plan that ends its probation."""
 
 MOST_ALLOWED: Final = 0.99
-"""Largest allowed mean with which evidence in favour can grow. A profile from few data may allow
-more."""
+"""Largest allowed mean distance. With a larger one, evidence in favour could not grow. A profile
+from few data may allow more."""
 
 
 class Probation(msgspec.Struct, frozen=True, kw_only=True):

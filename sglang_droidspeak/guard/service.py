@@ -1,4 +1,4 @@
-"""The drift guard's half in the scheduler: receive shadows, and take plans out of service.
+"""The drift guard in the scheduler: receive results of comparisons, take plans out of service.
 
 A file keeps its evidence from one start to the next.
 """
@@ -58,7 +58,7 @@ class PairsInService:
         *,
         keeps_record: bool,
     ) -> None:
-        """Read the record of `guard_path`, if that setting has a path. Raises ConfigError."""
+        """Read the record at the setting `guard_path`, if it has a path. Raises ConfigError."""
         self._planner: Final = planner
         self._metrics: Final = metrics
         self._names: Final = names
@@ -66,13 +66,14 @@ class PairsInService:
         path = None if settings.guard_path is None else Path(settings.guard_path)
         self._path: Final = path if keeps_record else None
         self._profiles: Final[dict[Pair, PairProfile]] = dict(planner.profiles)
-        """Whole profiles, with plans that are out of service."""
+        """Profiles of all watched pairs, including plans that are out of service."""
         known = {it.profile: it for it in (read_record(path) if path is not None else ())}
         self._pairs: Final[dict[Pair, WatchedPair]] = {}
         self._heirs: Mapping[Pair, LineProfile] = {}
-        """Pairs that inherit from a line, with whole profiles. The record contains no such pair."""
+        """Pairs that inherit a plan from a line of models. The record contains no such pair."""
         self._left: Final[dict[Line, int]] = {}
-        """Number of plans that an alarm has left in service for all heirs of a line."""
+        """Number of plans still in service after an alarm, for all pairs that inherit from a
+        line."""
         for profile in self._profiles.values():
             fresh = watched(profile)
             pair = known.pop(fresh.profile, fresh)
@@ -82,8 +83,8 @@ class PairsInService:
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def inherit(self, heirs: Sequence[LineProfile]) -> None:
-        """Replace all pairs that inherit by these pairs. A pair that has a profile of its own
-        inherits nothing."""
+        """Replace the pairs that inherit a plan. A pair that has a profile of its own inherits
+        nothing."""
         before = {it.profile: it for it in map(self._pairs.pop, self._heirs)}
         for key in self._heirs:
             del self._profiles[key]
@@ -102,8 +103,8 @@ class PairsInService:
         self._tell()
 
     def answer(self, question: str) -> dict[str, Any]:
-        """Answer a question in JSON with a GuardState as builtins. Raises MsgspecError or
-        LookupError for a wrong question."""
+        """Answer a JSON question with a GuardState, converted to dicts and lists. Raises
+        MsgspecError or LookupError for a wrong question."""
         asked = msgspec.json.decode(question or "{}", type=GuardQuestion)
         for result, num in asked.missed.items():
             self._metrics.shadows.labels(result).inc(num)
@@ -179,8 +180,8 @@ class PairsInService:
         tracing.event("guard", {**names, "plans_left": pair.num_left})
 
     def _tell(self) -> None:
-        """Pass on to planner and metrics which plans are out of service, and the states of pairs
-        that inherit."""
+        """Tell planner and metrics which plans are out of service, and the states of pairs that
+        inherit."""
         self._planner.out_of_service = frozenset(
             plan for it in self._pairs.values() for plan in it.out_of_service
         )

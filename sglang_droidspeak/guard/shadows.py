@@ -5,8 +5,8 @@
              may inherit one, all requests are looked at.
     answer   If the request reused another model's KV, its prompt is kept.
     turn     The prompt runs twice: greedily over the same approximate KV, and exactly over the
-             tokens of the first run. A run waits until no request runs, or until other requests
-             have paid for it (`Budget`).
+             tokens of the first run. A run waits until no request runs, or until the budget allows
+             it to run beside others (`Budget`).
     verdict  The scheduler's half (`service`) gets the distance between both runs. It answers with
              the plans for which every request must be compared.
 
@@ -84,11 +84,11 @@ class Shadows:
         self._known: frozenset[tuple[ModelId, ModelId]] | None = (
             frozenset() if settings.lines else None
         )
-        """Pairs that the scheduler's last answer named. Further pairs may have inherited a plan
-        since. None if no pair can inherit."""
+        """Pairs that the scheduler's last answer named. Other pairs may have inherited a plan
+        since. None if no pair can inherit a plan."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
-        """Shadows without a result that the scheduler does not know of yet."""
+        """Comparisons without a result, by cause, that the scheduler does not know yet."""
         self._task: asyncio.Task[None] | None = None
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
@@ -229,7 +229,7 @@ class _Answer:
     shows_prompt: bool
     """Whether the user asked for the prompt's ids."""
     is_chosen: bool
-    """Whether the hash of the request's id chose it for comparison."""
+    """Whether the hash of the request's id chose this answer for comparison."""
     prompt_ids: Sequence[int] = ()
     label: Mapping[str, Any] = field(default_factory=dict)
     num_cached: int = 0
@@ -257,7 +257,7 @@ class _Answer:
         return blake2b(read.tobytes(), digest_size=8).hexdigest()
 
     def shown(self, reply: Reply) -> Reply:
-        """The reply as the user sees it."""
+        """Note the reply's label and prompt, and return the reply as the user sees it."""
         meta = reply["meta_info"]
         self.label = (meta.get(KEY) or [self.label])[0]
         self.num_cached = meta.get("cached_tokens", self.num_cached)
@@ -267,7 +267,7 @@ class _Answer:
         return {name: value for name, value in reply.items() if name != "prompt_token_ids"}
 
     def keep(self, deadline_s: float) -> None:
-        """Keep only what a comparison needs."""
+        """Drop what a comparison does not need, and set the deadline."""
         self.asked = copy(self.asked)
         self.asked.text = self.asked.input_ids = None
         self.prompt_ids = array("q", self.prompt_ids)
@@ -275,7 +275,7 @@ class _Answer:
 
 
 def plan_of(label: Mapping[str, Any]) -> PlanId:
-    """The plan that a response's label names."""
+    """Return the plan that a response's label names."""
     block = label["block"] and tuple(label["block"])
     return PlanId(label["sender"], label["receiver"], block, label["e_corrected"])
 
@@ -284,7 +284,7 @@ async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogP
     """Run the prompt greedily over the same approximate KV. Return the first tokens, each with its
     distribution.
 
-    None if that KV was evicted or taken out of service meanwhile.
+    None if the KV was evicted, or its plan was taken out of service.
     """
     custom = (answer.asked.sampling_params or {}).get("custom_params") or {}
     controls = {KEY: custom[KEY]} if KEY in custom else {}
@@ -341,8 +341,8 @@ async def _ask(
     """Send a request of the server's own, for the model and tenant of the answer. Returns its
     `meta_info`.
 
-    No metric or explanation of droidspeak counts it. If this task is cancelled, it aborts its
-    request. Raises RuntimeError if the request was aborted, or if the adapter's name has other
+    No metric or explanation of droidspeak counts the request. If this task is cancelled, it aborts
+    the request. Raises RuntimeError if the request was aborted, or if the adapter's name has other
     weights by now. Raises SGLang's own errors for a request that SGLang refuses.
     """
     like = answer.asked
@@ -375,7 +375,7 @@ def _probs(top: Sequence[Any], one: tuple[float, int]) -> LogProbs:
 
 
 def _is_loaded(manager: Any, asked: Any) -> bool:
-    """Whether the answer's adapter is still loaded. Otherwise SGLang would load an adapter of the
+    """Whether the answer's adapter is still loaded. If not, SGLang would load an adapter of the
     same name, perhaps with other content."""
     if not asked.lora_path:
         return True

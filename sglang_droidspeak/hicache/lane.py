@@ -1,15 +1,16 @@
 """Objects in a HiCache backend, and the lanes through which a server reads and writes them.
 
-A backend fails, hangs, and recovers on its own. Each page has one object per kind and layer. So a
-plan reads only the layers that it loads, in their order, and finds E apart from KV. A file backend
-is as fast per byte with objects of 64 KiB as with larger ones.
+A backend may fail, hang, and recover at any time. Each page has one object per layer for KV, and
+one per kept layer for E. So a plan reads only the layers that it loads, in their order. A file
+backend is as fast per byte with objects of 64 KiB as with larger objects.
 
     bytes [0, 8)     magic and version
     bytes [8, 16)    size of the payload, little-endian
     bytes [16, 24)   checksum of the key and the payload
     bytes [24, ...)  payload
 
-No object is trusted: its header must equal one made anew from the expected key and the payload.
+No object is trusted: its header must equal a header made anew from the expected key and the
+payload.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sglang_droidspeak.engine.hicache import Backend
 log = logging.getLogger(__name__)
 
 HICACHE: Final = Location("hicache")
-"""Location of all objects."""
+"""Location of all pages in a HiCache backend."""
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192
@@ -80,8 +81,8 @@ class Objects:
         self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
 
     def steps(self, part: Part) -> tuple[Step, ...]:
-        """Steps of a page's objects in the order of writing. If the backend has the first and the
-        last object, the page is assumed to be whole."""
+        """Return the steps (KV or E, and layer) of a page's objects, in the order of writing. If
+        the backend has the first and the last object, the page counts as whole."""
         # A backend drops the oldest object first: the first object is lost before the others. The
         # last object is written after the others.
         return steps_of(part, self._family.num_layers)[::-1]
@@ -93,8 +94,8 @@ class Objects:
         return _HEADER.size + self.page_bytes(step)
 
     def key(self, model: ModelId, page: PageHash, step: Step) -> str:
-        """Key of an object. Its page hash covers tokens and tenant. Its prefix covers sizes, dtype,
-        tokenizer, RoPE and rank."""
+        """Return the key of an object. In it, the page hash covers tokens and tenant. The prefix
+        covers sizes, dtype, tokenizer, RoPE and rank."""
         return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
 
 
@@ -145,7 +146,7 @@ class Lane:
         self._pauses: Final = Backoff(MIN_PAUSE_S)
         self._paused_until_s = 0.0
         self.longest_answer_s = 0.0
-        """Longest seconds of a call of `num_leading`. The caller sets it back to 0."""
+        """Seconds of the longest call of `num_leading`. The caller sets it back to 0."""
 
     @property
     def is_paused(self) -> bool:
@@ -172,7 +173,7 @@ class Lane:
             self._pauses.reset()
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
-        """Ask the backend, and return how many leading pages have this step."""
+        """Ask the backend how many leading pages have the object of this step."""
         for start in range(0, len(pages), _KEYS_PER_CALL):
             part = pages[start : start + _KEYS_PER_CALL]
             keys = [self._objects.key(model, page, step) for page in part]
@@ -199,14 +200,14 @@ class Lane:
             yield pieces
 
     def read(self, batch: Sequence[Piece]) -> list[tuple[Piece, bool]]:
-        """Read a batch's objects into their slots. Returns for each whether the backend had it."""
+        """Read a batch's objects into their slots. Tell for each whether the backend had it."""
         with self._calls:
             were_read = self._backend.read(*self._arguments(batch))
         return list(zip_longest(batch, were_read[: len(batch)], fillvalue=False))
 
     def write(self, batch: Sequence[Piece]) -> bool:
-        """Store the objects of a batch from their slots. Return False if the backend refused
-        one."""
+        """Store a batch's objects from their slots. Return False if the backend refused an
+        object."""
         with self._calls:
             return self._backend.write(*self._arguments(batch))
 

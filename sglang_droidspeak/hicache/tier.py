@@ -1,6 +1,6 @@
 """A tier of the cache in a storage backend of SGLang's HiCache, which a whole cluster can share.
 
-    search   asks which pages of a prompt the backend has, when the prompt is first seen
+    search   asks the backend which pages of a new prompt it has
     read     reads a plan's layers, in its order, into its staging
     write    writes every entry of the tree, some time after it was added
 
@@ -10,9 +10,9 @@ entries of the tree, so only the new part of a growing prompt is asked about. A 
 is not asked for again for some seconds.
 
 Each kind of work has one thread, as in SGLang: backends keep one bounce buffer for reads and one
-for writes. A call that hangs blocks its thread and keeps its slots, but delays no request and no
-staging: these have deadlines. One `Lane` for reading and one for writing keep other callers away
-meanwhile.
+for writes. A call that hangs blocks its thread and keeps its slots. Requests and fetches do not
+wait for it longer than their deadlines. Meanwhile the `Lane` for reading or writing refuses other
+calls.
 """
 
 from __future__ import annotations
@@ -60,14 +60,13 @@ MAX_SLOTS: Final = 64
 MAX_LANE_BYTES: Final = 16 << 20
 """Largest size of the memory for the slots of one lane, in bytes."""
 PART_BYTES: Final = 64 << 20
-"""Bytes of an entry that the writer thread writes under one lease. Requests find these pages once
-the lease has ended."""
+"""Bytes of an entry that the writer thread writes at once. Then requests find these pages."""
 MAX_KNOWN_PAGES: Final = 1 << 18
 """Largest number of pages of the backend that the tree lists. Beyond this number the tree drops the
 coldest pages; a search may find them again."""
 MAX_CLOSE_S: Final = 5.0
 WAIT_S: Final = 0.1
-"""Seconds that a request waits for an answer. A later answer serves the next request."""
+"""Seconds that a request waits for the backend's answer. A later answer serves the next request."""
 MAX_WAITING: Final = 64
 """Largest number of searches that may wait for the backend."""
 ABSENT_S: Final = 10.0
@@ -101,9 +100,8 @@ class HiCacheTier:
         count: Count,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`senders` has each model that may be read, with the layers at which its E is wanted.
-        `count` is called for objects that were `read`, `written`, `missing`, `damaged` or
-        `failed`."""
+        """`senders` has each model that may be read, with the layers at which its E is needed.
+        `count` counts objects as `read`, `written`, `missing`, `damaged` or `failed`."""
         self._tree = tree
         self._backend = backend
         self._senders = senders
@@ -218,7 +216,8 @@ class HiCacheTier:
                 self._ask(model, Part(layer), pages[:num_kv])
 
     def _ask(self, model: ModelId, part: Part, pages: Sequence[PageHash]) -> int:
-        """Add the backend's leading pages to the tree. Returns their number."""
+        """Ask the backend for a model's leading pages, and add them to the tree. Returns their
+        number."""
         start = self._tree.remote.reach(HICACHE, model, pages, part)
         new = pages[start:]
         if not new or self._absent.has(model, part, new[0]):
@@ -292,7 +291,8 @@ class HiCacheTier:
         raise error
 
     def _lose(self, model: ModelId, pages: Sequence[PageHash], part: Part, seconds: float) -> None:
-        """Note that the first of these pages cannot be read, and do not read it for `seconds`."""
+        """Note that the first of these pages cannot be read. It is not asked for again for
+        `seconds`."""
         self._absent.add(model, part, pages[0], seconds)
         self._lost_pages.append((model, pages, part))
 
@@ -365,7 +365,7 @@ class HiCacheTier:
 def hicache_tier(
     name: str, config: Mapping[str, Any], senders: Mapping[ModelId, Collection[int]], count: Count
 ) -> MakeTier:
-    """Return a function with which a Cache makes the tier. That function raises ConfigError."""
+    """Return a function with which a Cache makes the tier. This function raises ConfigError."""
 
     def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
         slot_bytes = Objects(tree.family).slot_bytes
