@@ -28,7 +28,7 @@ def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
 
     prefill, _decode = attention_backends()
     if choice == "server" and prefill == "trtllm_mha":
-        return _PLANS_BYTES  # It has FlashInfer's plans, and shares the first backend's workspace.
+        return _PLANS_BYTES  # It has FlashInfer's plans, but shares the first backend's workspace.
     if "flashinfer" not in (choice, prefill):
         return 0
     workspace = envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()

@@ -180,7 +180,7 @@ class HiCacheTier:
     def _has_more(self, pages: Sequence[PageHash]) -> bool:
         """Whether the backend may have pages, or E of pages, that the tree does not list yet."""
         shown = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
-        for model, layers in dict(self._senders).items():  # An update adds one.
+        for model, layers in dict(self._senders).items():  # An update adds a model.
             known = shown.get(model)
             num_kv = known.num_pages if known else 0
             limits = [(KV, num_kv, len(pages))]
@@ -210,7 +210,7 @@ class HiCacheTier:
                 search.end()
 
     def _find(self, pages: Sequence[PageHash]) -> None:
-        for model, layers in dict(self._senders).items():  # An update adds one.
+        for model, layers in dict(self._senders).items():  # An update adds a model.
             num_kv = self._ask(model, KV, pages)
             for layer in layers:
                 self._ask(model, Part(layer), pages[:num_kv])
@@ -329,10 +329,10 @@ class HiCacheTier:
             is_there = True
             new = change.model, change.parent, change.pages, change.part
             self._tree.remote.add(HICACHE, *new)
-        except Exception as exc:  # The lane counts and logs it.
+        except Exception as exc:  # The lane counts and logs the error.
             if isinstance(exc, StaleEntry) and not lease.is_over:
-                raise  # It was evicted. If the lease ended first, the backend is too slow.
-            if not is_there:  # An entry that is there will be found by the next search.
+                raise  # The entry was evicted. If its lease ended first, the backend is too slow.
+            if not is_there:  # The next search finds a written entry.
                 self._count("failed", 1)
             lane.fail(repr(exc))
             return is_there

@@ -3,16 +3,16 @@
 Rules
 -----
 
-SGLang decides which request runs next. This package only hides a request while its fetch runs, and
-loads its pages when SGLang gives it KV slots. Each request has one `Request`, which is in one
-phase. Only `Request.reach` changes the phase, and raises for a change that `request` does not list.
+SGLang decides which request runs next. This package hides a request while its fetch runs, and loads
+its pages once SGLang has given it KV slots. Each request has one `Request`, which is in one phase.
+Only `Request.reach` changes the phase, and raises for a change that `request` does not list.
 
 A failed peer, fetch or copy ends in a full prefill, not in an error. Each request is reported once,
 with the reason.
 
 The scheduler thread does everything here, except the copies into KV slots, which `load` makes in a
-thread. Transport threads fill host memory. The scheduler thread only looks at it while requests are
-in the queue. A batch's forward may wait for late layers, for a bounded time.
+thread. Transport threads fill host memory. While requests are in the queue, the scheduler thread
+only looks at this memory. A batch's forward may wait for late layers, for a bounded time.
 
 On several ranks the first rank decides and sends its decisions to the others. A request is in the
 lowest phase that any rank has reached. So all ranks show SGLang the same queue.
@@ -50,14 +50,14 @@ How a wait ends
 ---------------
 
 The wait counts from the first step that could have taken the request. A fetch may be later than
-predicted by the time that reuse should save (`cachetree.planning.Patience`). Past that, or once the
-rate predicts it, the request is settled and runs in full. So a slow peer costs at most as much time
-as a full prefill.
+predicted, by at most the time that reuse should save (`cachetree.planning.Patience`). If it is
+later, or its rate predicts so, the request is settled and runs in full. So a slow peer costs at
+most as much time as a full prefill.
 
 A request can go back in four cases:
 
 - The rate of an arriving request falls: it is fetching again.
-- Another rank has no staging memory: this rank releases its own, and the request is planned again.
+- Another rank has no staging memory: this rank releases its own, and the request is `planned`.
 - SGLang takes the slots back before the batch starts: the request is seen anew.
 - The device evicts pages that the plan continues from: the request is seen anew. A wait that was
   not over continues.
@@ -71,7 +71,7 @@ Why not let SGLang run the request and load later? Its slots would stay locked d
 a slow peer could fill the KV pool with requests that compute nothing.
 
 Why recompute before SGLang's forward and not inside it? CUDA graphs, LoRA, chunking and logits of
-that forward stay SGLang's. Attention is causal, so both ways give the same KV.
+that forward stay SGLang's. Attention is causal, so both give the same KV.
 
 Why decide on the first rank? Ranks see the end of a fetch at different times. If each rank decided
 for itself, they would build different batches, and the server would hang.

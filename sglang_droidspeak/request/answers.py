@@ -39,7 +39,7 @@ _OFF: Final = {
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A question about a request that was answered, or else about a prompt that was not sent."""
+    """A question about a request that was answered, or about a prompt that was not sent."""
 
     request_id: str | None = None
     input_ids: list[int] = []
@@ -50,8 +50,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was or was not served from another model's cache. Pages are whole pages,
-    counted from the prompt's start."""
+    """Explanation why a request was or was not served from another model's cache. Numbers of pages
+    count whole pages from the prompt's start."""
 
     outcome: str
     detail: str | None
@@ -61,8 +61,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     model: ModelId | None = None
     device_pages: int | None = None
-    """Number of pages on the device when the request was planned. None if it was decided without a
-    look."""
+    """Number of pages on the device when the request was planned. None if they were not looked
+    up."""
     holdings: Sequence[Match] = ()
     full_prefill_s: float | None = None
     """Predicted seconds to prefill the tokens that the device lacks."""
@@ -74,14 +74,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Number of an unsent prompt's pages that other models of this server have as approximate KV
     only, by model. No other model reads these pages."""
     heirs: Mapping[ModelId, str] = {}
-    """State of each pair with the model that may inherit a line's plan, by sender; see `Pair`."""
+    """States (`Pair.heir`), by sender, of this model's pairs that may inherit a line's plan."""
     measured: RequestProvenance | None = None
-    """None for a prompt that was not sent."""
+    """Origin of the request's KV, with times. None for a prompt that was not sent."""
 
 
 def explained(label: Label, page_tokens: int, profiles: Profiles) -> Explanation:
-    """Explain a label by repeating its decision. Pure. The inputs are the same as in the decision,
-    except `profiles`, which the drift guard may have changed since."""
+    """Explain a request by repeating its decision, from the inputs in its label. Pure. Only
+    `profiles` may have changed since, by the drift guard."""
     seen, advice = label.considered, advice_on(label.provenance.outcome)
     demand = None if seen is None else seen.demand
     return Explanation(
@@ -145,12 +145,12 @@ class Answers:
     _lora_refs: Mapping[str, LoRARef]
     _page_size: int
     _guard: Callable[[str], dict[str, Any]]
-    """Function that returns the drift guard's answer to a question in JSON. May raise MsgspecError
-    or LookupError."""
+    """Function that returns the drift guard's answer to a JSON question. May raise MsgspecError or
+    LookupError."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
-        """Hooks Scheduler.get_internal_state: put this extension's answer beside SGLang's, or in
-        its place if one of this extension's pages was asked."""
+        """Hooks Scheduler.get_internal_state: add this extension's state to SGLang's answer. For
+        one of this extension's own pages, replace SGLang's answer."""
         page, asked = asking.asked(recv_req)
         answer = self._answer(page, asked, scheduler)
         if page:
@@ -254,8 +254,8 @@ class Answers:
         return " ".join((*words, "--data DATA.jsonl --out PROFILE.json"))
 
     def _others(self, question: Question, scheduler: Scheduler) -> dict[ModelId, int]:
-        """Return how many pages of a prompt other models of this server have as approximate KV
-        only, by model."""
+        """Return, by model, how many pages of a prompt other models of this server have only as
+        approximate KV."""
         approximate: dict[ModelId, int] = {}
         asked = self._lora_id(question.adapter)
         for lora_id in {None, *self._lora_refs} - {asked}:
@@ -273,7 +273,7 @@ class Answers:
         return approximate
 
     def _unsent(self, question: Question, scheduler: Scheduler) -> Label:
-        """Label that an unsent prompt would get if it were sent now."""
+        """Return the label that an unsent prompt would get if it were sent now."""
         if not question.input_ids:
             raise LookupError("there is no request_id, and no prompt in input_ids")
         lora_id = self._lora_id(question.adapter)

@@ -1,4 +1,4 @@
-"""Decide how far the fetch of a planned request is: ready, too late, or not worth it any more.
+"""Decide whether a planned request's fetch is ready, too late, or no longer worth its time.
 
 A request is held back until its data has arrived, or until it is predicted to arrive before the
 recompute ends:
@@ -6,11 +6,11 @@ recompute ends:
     E of the transition layer ──► staged ─┐ arriving when the rest will take no longer than the
     KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
 
-The wait counts from the first step that could have taken the request (`Patience`). The request
-gives up once its fetch is later than predicted by all the time that reuse should save. It gives up
-at once if the rate predicts that. So no peer can make a request take more than twice a full
-prefill. One exception: if the device evicts pages that a ready or settled request expects, its wait
-begins anew.
+The wait counts from the first step that could have taken the request (`Patience`). A fetch may be
+later than predicted, by at most the time that reuse should save. The request gives up once the
+fetch is later, or its rate predicts so. So no peer can make a request take more than twice a full
+prefill. One exception: the device evicts pages that a ready or settled request expects. Then its
+wait begins anew.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sglang_droidspeak.request.source import Sources
 log = logging.getLogger(__name__)
 
 NUM_NEXT: Final = 4
-"""Number of next requests in the queue that each step checks once more before they load. A step
-rarely admits more."""
+"""Number of requests at the front of the queue that each step checks once more before they load. A
+step rarely admits more."""
 _RATE_S: Final = 0.2
 """Seconds that a fetch must run before its rate predicts its end."""
 
@@ -49,11 +49,11 @@ class Arrivals:
     _planner: Planner
 
     def look(self, queue: Sequence[Request], tree: UnifiedRadixCache) -> Sequence[Phase]:
-        """Return the phase of each planned request on this rank: SETTLED if its fetch has failed.
+        """Return the phase that each planned request has now on this rank. SETTLED: its fetch has
+        failed.
 
-        Also begin fetches that had no staging memory, in order, until there is none for the next
-        fetch. Check again whether reuse saves time: for each fetch that has just ended, and for the
-        next requests that SGLang could admit.
+        Also begin fetches that had no staging memory, in order, while there is some. Check again
+        whether reuse saves time, for each fetch that has just ended and for the front of the queue.
         """
         for request in queue:
             if not request.failure and request.source is None:

@@ -23,7 +23,7 @@ from cachetree.planning import Match, Requested, Strategy
 _MAX_DETAIL: Final = 300
 """Largest number of characters of the message about wrong controls. It may quote all controls."""
 _MAX_NAME: Final = 64
-"""Number of characters of a request's id that are logged."""
+"""Largest number of characters of a request's id that are logged."""
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +66,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _is_copy(match: Match, first: Match | None, host: str) -> bool:
-    """Whether a match at a peer on another host has no more pages or E than `first`."""
+    """Whether a match is at a peer on another host, and has no more pages or E than `first`."""
     if first is None or "://" not in match.location or _host_of(match.location) == host:
         return False
     e_pages = match.e_pages.items()

@@ -1,8 +1,8 @@
 """Let requests wait for another request that computes the same pages.
 
 Ten adapters that get the same new document at once would each prefill it. So the first request
-leads. A later one follows if its model may reuse the leader's KV: it waits until that KV is in the
-pool.
+leads. A later request follows if its model may reuse the leader's KV: it waits until this KV is in
+the pool.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """A request in full prefill, which later requests may follow. It puts these pages into the
-    pool, as KV of `model`, at `place`."""
+    """A request in full prefill, which later requests may follow. It puts KV of `model` for these
+    pages into the pool, at the location `place`."""
 
     req: Req
     model: ModelId
@@ -52,7 +52,7 @@ class Followers:
 
     def follow(self, request: Request, choice: Planned | Declined, tree: UnifiedRadixCache) -> bool:
         """Decide whether the request should wait for a leader that computes shared pages, instead
-        of following its own `choice`. A request waits once, at most as long as waiting saves. A
+        of using its own plan `choice`. A request waits once, at most as long as waiting saves. A
         request that does not wait may lead from now on."""
         req, owner = request.req, self._models.owner_of(request.req)
         if len(self._models) == 1 or owner is None or not request.pages or request.has_followed:
@@ -114,7 +114,7 @@ def _is_in_prefill(req: Req) -> bool:
 
 
 def _num_common(ours: Sequence[PageHash], theirs: Sequence[PageHash]) -> int:
-    """Number of leading pages that both have. A page hash covers all pages before it, so a binary
+    """Return how many leading pages are equal. A page hash covers all pages before it, so a binary
     search finds the first difference."""
     most = min(len(ours), len(theirs))
     return bisect_left(range(most), True, key=lambda index: ours[index] != theirs[index])

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The part that one loading request has of its batch."""
+    """One loading request's part of its batch."""
 
     request: Request
     tokens: Span
@@ -44,8 +44,8 @@ class _Part:
 
 
 NO_CONSUMER = -1
-"""Batch index with which the KV pool waits for no load. A partial prefill uses it, because it reads
-only KV that it has written."""
+"""Batch index for which the KV pool waits for no load. Partial prefills use it: they read no KV
+that is being loaded."""
 
 
 class BatchForward:
@@ -249,7 +249,7 @@ def _uncount(req: Req, num_tokens: int) -> None:
 
 
 def _parts_of(batch: ScheduleBatch, requests: Sequence[Request]) -> list[_Part]:
-    """Split the batch's work among its loading requests. Work is counted in tokens; a loaded token
+    """Split the batch's work among its loading requests. The unit is one new token; a loaded token
     counts as `Planned.step_share`."""
     began_s, rows = time.monotonic(), {req.rid: row for row, req in enumerate(batch.reqs)}
     work: list[float] = [*batch.extend_lens]

@@ -1,4 +1,4 @@
-"""Recognise heads: first pages that many prompts share. A model computes its heads itself.
+"""Recognise heads: first pages that many prompts share. Each model computes its heads itself.
 
 If a shared template came from another model, every later answer would be approximate. So requests
 read approximate KV only behind the head of their prompt, such as a system prompt. A head of n pages
@@ -20,16 +20,17 @@ from cachetree import PageHash
 MAX_HEAD: Final = 64
 """Number of pages of the longest head that is recognised."""
 _MAX_KNOWN: Final = 8192
-"""Number of pages with known followers. The page unused for longest is forgotten first."""
+"""Largest number of pages of which the next pages are remembered. The page unused for longest is
+forgotten first."""
 
 
 class SharedHeads:
-    """Heads of prompts, as all prompts so far show them. All ranks note the same prompts in the
-    same order. Scheduler thread only."""
+    """Heads that the prompts so far have shown. All ranks note the same prompts in the same order.
+    Scheduler thread only."""
 
     def __init__(self) -> None:
         self._next: Final[OrderedDict[PageHash, set[PageHash]]] = OrderedDict()
-        """The pages that followed each page, up to as many different ones as a head needs."""
+        """Different pages that came next after each page, up to the number that makes a head."""
 
     def note(self, pages: Sequence[PageHash]) -> None:
         """Note a prompt that begins with these pages. A page hash covers all pages before it."""
@@ -42,7 +43,7 @@ class SharedHeads:
             self._next.popitem(last=False)
 
     def length(self, pages: Sequence[PageHash]) -> int:
-        """Number of a prompt's first pages that are a head. 0 for most prompts."""
+        """Return the number of first pages that are this prompt's head. 0 for most prompts."""
         ends = (
             number
             for number, page in enumerate(pages[:MAX_HEAD], 1)

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READS: Final = -1
-"""Key of the event that is recorded when the forward has read all that it needs of the staging.
-Events are kept by layer number, and this key stands in a layer's place."""
+"""Key of the event after which a batch's forward reads no staging memory any more. The keys of
+other events are numbers of layers."""
 _BEGUN: Final = -2
 _DONE: Final = -3
-"""Keys of two more events. The first is recorded before a batch's first copy, the second after its
-last."""
+"""Keys of two more events: before a batch's first copy, and after its last copy."""
 _ABOVE_FORWARDS: Final = -1
 """Priority of the copy stream, above SGLang's streams (0). Otherwise a copy kernel, which needs few
 multiprocessors, would wait until a matrix product leaves some free."""
@@ -48,8 +47,7 @@ class Copies:
         self._stream: Final = self.another_stream(_ABOVE_FORWARDS)
         self._has_clock: Final = device == "cuda"
         self._events: Final[dict[int, dict[int, torch.cuda.Event]]] = {}
-        """Events by batch and layer. The device reaches an event once it has done the layer's
-        copies."""
+        """Events by batch and layer. The device reaches an event after the layer's copies."""
 
     def another_stream(self, priority: int = 0) -> Any:
         """Return a stream that runs no forwards, and that this function has not returned before.
@@ -107,8 +105,8 @@ class Copies:
             self._device.synchronize()
 
     def end(self, index: int, host_s: float = 0.0) -> float | None:
-        """Wait until the batch's copies are done. Returns their seconds: `host_s` if the host
-        copied, None if the device did and they were not timed."""
+        """Wait until the batch's copies are done, and return their seconds. That is `host_s` if the
+        host copied. None if the device copied without a clock."""
         events = self._events.pop(index, {})
         for event in events.values():
             event.synchronize()
@@ -118,7 +116,7 @@ class Copies:
 
 
 class ForwardWaitExceeded(FetchError):
-    """Layers had not arrived in time, although the forward had waited for them."""
+    """A forward has waited for late layers as long as allowed, and they have not arrived."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -149,8 +147,8 @@ class Load:
     copied_bytes: int = field(default=0, init=False)
     """Stored bytes that were copied out of host memory."""
     error: FetchError | None = field(default=None, init=False)
-    """Reason why the load was abandoned; None if it was not. The scheduler thread then computes the
-    slots itself, and the loader writes nothing more."""
+    """Reason why the load was abandoned, or None. After that the scheduler thread computes the
+    slots, and the loader writes nothing more."""
     is_good: bool = field(default=True, init=False)
     """Whether the slots hold correct KV, loaded or computed."""
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -216,7 +214,7 @@ class Load:
                 self.is_good = False
 
     def abandon(self, error: FetchError) -> None:
-        """Stop the load for `error`. Returns once the loader copies nothing of it."""
+        """Stop the load because of `error`. Returns once the loader copies nothing more of it."""
         self.source.staging.fail(error)
         with self._copying:
             self.error = self.error or error
@@ -226,9 +224,9 @@ class Loader:
     """Copy the loads of whole batches into KV slots, layer by layer in the order of the forward.
 
     SGLang's KV pool waits on `counter` before each layer. If a load's layers do not arrive, the
-    loader skips them and completes them in `counter`. `Load.wait_staged` then returns the error,
-    and the scheduler thread recomputes the slots. If the loader thread fails, its batch and every
-    later batch fail at once.
+    loader skips them and marks them as done in `counter`. `Load.wait_staged` then returns the
+    error, and the scheduler thread recomputes the slots. If the loader thread fails, its batch and
+    every later batch fail at once.
     """
 
     def __init__(self, num_layers: int, copies: Copies) -> None:

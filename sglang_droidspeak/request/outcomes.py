@@ -18,7 +18,7 @@ OUT_OF_SERVICE: Final = (
 
 
 class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Markdown text, with links relative to docs/."""
+    """Cause and remedy of an outcome, as Markdown with links relative to docs/."""
 
     cause: str
     remedy: str

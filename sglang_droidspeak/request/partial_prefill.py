@@ -1,4 +1,4 @@
-"""Run one block of layers over prefix tokens with allocated slots, to compute their KV.
+"""Partial prefill: run one block of layers over prefix tokens with allocated slots, for their KV.
 
 The block runs over the prefix only, right before the batch's own forward. So CUDA graphs, LoRA,
 chunking and logits of that forward stay SGLang's. The result equals one forward over both, because
@@ -91,8 +91,8 @@ class PartialPrefill:
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
         """Run two layers over a few tokens: from the embeddings, then from E, plain and corrected
         by each map. So the first request need not wait until something is compiled, loaded or
-        connected. Called at start. The stream of forwards first waits for the current one. Raises
-        ConfigError if the layers do not run."""
+        connected. Called at start. The stream of forwards first waits for the current stream.
+        Raises ConfigError if the layers do not run."""
         if self._stack is None:
             return
         streams = torch.get_device_module(self._runner.device)
@@ -123,7 +123,7 @@ class PartialPrefill:
         """Write the KV of each prefix's block into the slots of its row.
 
         The rows' earlier tokens must already have KV in those layers. Called within
-        `Ranks.together`: after an error before the layers of a forward, no rank computes them.
+        `Ranks.together`: after an error before a forward's layers, no rank computes these layers.
         Raises RanksApart for an error within the layers.
         """
         for pieces in pack(prefixes, self._max_tokens):

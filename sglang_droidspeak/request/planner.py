@@ -62,14 +62,14 @@ _TAKES_WHAT_IS_THERE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan, and the evidence by which it was chosen."""
+    """A plan, with the alternatives from which it was chosen."""
 
     plan: Plan
     is_experiment: bool
     """Whether the request named the block and `gate: none` allowed it without a check. Only this
     request uses the KV."""
     patience: Patience
-    """How long the request waits for its fetch. Infinite if the request named the block."""
+    """Limit of the request's wait for its fetch. Infinite if the request named the block."""
     step_share: float
     """Cost of a loaded token's recompute and copies, in tokens of SGLang's budget for a step."""
     considered: Considered | None = None
@@ -77,8 +77,8 @@ class Planned:
 
     @property
     def demand(self) -> Demand | None:
-        """Demand that the plan answers. It is checked later whether the plan still saves time. None
-        if the request named the block, or if another rank made the plan and checks for all."""
+        """Needs of the request, by which this rank later checks whether the plan still saves time.
+        None if the request named the block, or another rank makes the check."""
         is_optional = self.considered is not None and self.patience.saving_s < math.inf
         return self.considered.demand if is_optional else None
 
@@ -92,7 +92,7 @@ class Planned:
 
     @property
     def is_approximate(self) -> bool:
-        """Whether the request reads approximate KV, and inserts it where other requests find it."""
+        """Whether the request reads approximate KV, and inserts KV that other requests may find."""
         return not (self.plan.is_exact or self.is_experiment)
 
 
@@ -163,12 +163,12 @@ class Planner:
         self.profiles, self._generation = own | dict(heirs), self._generation + 1
 
     def meet(self, req: Req) -> None:
-        """Find where the request's adapter acts, and choose its namespaces: apart from other
-        tenants, and from approximate KV that is older than the plans in service. Called while the
-        request holds nothing of SGLang's tree, on all ranks, each time it is seen."""
+        """Find the token from which the request's adapter acts. Choose namespaces without other
+        tenants and without approximate KV older than the plans in service. Called while the request
+        holds nothing of SGLang's tree, on all ranks, each time it is seen."""
         if self._models.generation:
             prefixes.run_with(req, self._models.generation, self._models.place)
-        self._activated.meet(req)  # Early: it may find the request to be the base's.
+        self._activated.meet(req)  # First: this may let the base answer the request.
         prefixes.keep_apart(req, self._models.ids)
         if self._generation:
             prefixes.join(req, str(self._generation))
@@ -205,7 +205,7 @@ class Planner:
         return self._models.of(lora_id)
 
     def held(self, req: Req, tree: UnifiedRadixCache) -> Held:
-        """Return the pages that the device has for a request, after `meet`."""
+        """Return how many pages the device has for a request. Call `meet` first."""
         num_pages = len(prefixes.reusable_pages(req, self._server.page_size))
         return self._pool.held(req, num_pages, tree)
 
@@ -306,9 +306,8 @@ class Planner:
         )
 
     def _step_share(self, plan: Plan, costs: Costs) -> float:
-        """Part of SGLang's token budget of a step that a loaded token uses up. It follows from the
-        recomputed layers and the time of the copies. With `max_stall_ms`, a step is full once
-        recompute and copies take that long: the scheduler waits for copies, too.
+        """Return the part of SGLang's token budget of a step that a loaded token uses up. With
+        `max_stall_ms`, a step is full once recompute and copies take that long.
         """
         step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
         work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size
@@ -326,8 +325,8 @@ class Planner:
         return [it for it in self._cache.match(pages) if it.location != mine]
 
     def demand(self, req: Req, owner: Owner, num_pages: int, tree: UnifiedRadixCache) -> Demand:
-        """Return the demand for the request's first pages, as if no other request waited. Raises
-        ValueError for wrong controls."""
+        """Return what a plan for the request's first `num_pages` pages has to meet, as if no other
+        request waited. Raises ValueError for wrong controls."""
         usual, controls = self.usual(owner.model), parse_controls(req.sampling_params.custom_params)
         requested, target_ms = controls.requested(usual.num_layers), controls.ttft_target_ms
         held = self._pool.held(req, num_pages, tree)
@@ -349,7 +348,7 @@ class Planner:
         )
 
     def usual(self, model: ModelId) -> Demand:
-        """Return the demand of a request without tokens, from the settings only. Thread-safe."""
+        """Return the part of a request's demand that only depends on the settings. Thread-safe."""
         server, settings = self._server, self._server.settings
         target_ms = settings.ttft_target_ms
         return Demand(
@@ -377,7 +376,8 @@ class Planner:
         )
 
     def _link(self, location: Location) -> Link:
-        """Return the link to a location. Its own memory, read in place, needs no notice."""
+        """Return the link to a location. This server's own memory is read without a fetch, so there
+        is no end of a fetch to notice."""
         link = self._cache.link(location) or FREE_LINK
         notice_s = 0.0 if location == LOCAL else self._meter.notice_s
         copy_byte_s = self._meter.copy_byte_s

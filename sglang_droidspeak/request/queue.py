@@ -34,7 +34,7 @@ class Queue:
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
     ) -> Any:
         """Let SGLang build a batch without held requests, and without requests with a grammar that
-        is still being compiled. Afterwards SGLang's queues are whole again."""
+        is still being compiled. Afterwards SGLang's queues have these requests again."""
         self._replies.release()
         self._models.settle(self._ranks)
         grammars = scheduler.grammar_manager
@@ -64,7 +64,7 @@ class Queue:
             room = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running)
             could_run: Iterable[Req] = (req for req in ahead if req.rid in held)
             if len(ahead) == len(queue):
-                # SGLang took no request behind these: they could have run, unless it was full.
+                # SGLang took no request behind held ones. So these could have run in a batch with room.
                 if is_in_chunks or running.batch_is_full:
                     could_run = ()
                 elif room <= 0:

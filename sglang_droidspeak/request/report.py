@@ -37,7 +37,7 @@ log = logging.getLogger("droidspeak.request")
 
 _LABEL: Final = "droidspeak_label"
 _MAX_WARMED: Final = 256
-"""Largest number of prompts with `n` above 1 for which SGLang's first request is remembered."""
+"""Largest number of prompts with several samples that are remembered."""
 MAX_ANSWERED: Final = 1000
 """Largest number of answered requests that are kept, so that `explain` can show them."""
 MAX_ID: Final = 256
@@ -55,7 +55,7 @@ class Label:
     num_tokens: int = 0
     """Number of the prompt's tokens. 0 until the request is answered."""
     considered: Considered | None = None
-    """Alternatives from which the request was decided. None if there were none."""
+    """Alternatives from which the plan was chosen. None if there were none."""
     is_answered: bool = False
     """Whether the request was answered. Then the label is final."""
 
@@ -78,8 +78,8 @@ class Labels:
         """Labels of answered requests by id, the latest last."""
         self._num_matches = 0
         self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
-        """Provenance of the request that SGLang itself runs before the samples of a prompt with `n`
-        above 1, by prompt and controls."""
+        """Provenance by prompt and controls: SGLang itself runs a prompt with several samples (`n`)
+        once before the samples."""
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """Set a request's provenance so far. Ignored once the label is final."""
@@ -179,7 +179,8 @@ def must_stay_exact(req: Req) -> bool:
 
 
 def consider(req: Req, considered: Considered | None) -> None:
-    """Set the alternatives from which a request was decided. Ignored once the label is final."""
+    """Set the alternatives from which a request's plan was chosen. Ignored once the label is
+    final."""
     label = _label_of(req)
     if not label.is_answered:
         label.considered = considered

@@ -1,5 +1,5 @@
-"""One request, from SGLang's queue to the end of the forward that loads its prefix. The package's
-docstring tells its life.
+"""One request, from SGLang's queue to the end of the forward that loads its prefix. The docstring
+of this package explains the phases.
 
 seen ──► planned ◄──► fetching ◄──► arriving ──► ready ──► loading
   └─────────┴────────────┴─────────────┴───────────┴──────────┴──► settled
@@ -26,7 +26,7 @@ from sglang_droidspeak.request.source import Source, Sources
 
 
 class Phase(IntEnum):
-    """How far a request is. On several ranks, the lowest phase of any rank counts."""
+    """Phase of a request. On several ranks, the lowest phase of any rank counts."""
 
     SETTLED = 0
     """The request reads nothing by a plan any more: it was declined, given up, cancelled or is
@@ -73,15 +73,15 @@ class Request:
         """Monotonic time in seconds at which the scheduler first passed the request over in a step
         with room. The wait counts from this time; None before."""
         self.patience = Patience(saving_s=math.inf)
-        """How long the request may wait, from `runnable_s` on."""
+        """Limit of the request's wait, which counts from `runnable_s` on."""
         self.pages: Sequence[PageHash] = ()
         self.num_there = 0
         """Number of leading pages that the request expects SGLang to have on the device. If SGLang
         evicts such a page, the request is seen anew."""
 
         self.may_be_planned: Callable[[], bool] = lambda: True
-        """Function that says whether a seen request may be planned now. Before, the request waits
-        for answers of tiers, or for pages that another request computes."""
+        """Function that returns whether a seen request may be planned now. Until then, it waits for
+        answers of tiers, or for pages that another request computes."""
         self.has_followed = False
         """True once this request has waited for another request to compute shared pages. A request
         waits in this way only once."""

@@ -37,7 +37,7 @@ from sglang_droidspeak.store.pool import PoolIndex, PoolPages
 from sglang_droidspeak.store.rows import ServerPool
 
 _MARGIN: Final = 1.05
-"""Factor on the predicted time until a fetch ends. A fetch that gets a little slower then still
+"""Factor on the predicted time until a fetch ends. With it, a fetch that gets a little slower
 delays no forward."""
 
 
@@ -99,8 +99,8 @@ class Source:
         raise NotImplementedError
 
     def adopt_e(self, at: Span, slots: torch.Tensor) -> bool:
-        """Give slots with exact KV their E, if the source is in the pool. Returns whether they have
-        it."""
+        """Copy E into slots with exact KV, if the source is in the pool. Returns whether the slots
+        have E."""
         return False
 
     def release(self) -> None:

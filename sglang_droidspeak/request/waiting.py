@@ -2,7 +2,7 @@
 
 Each request is decided once: it gets a plan and its fetch begins, or it gets an outcome with the
 reason. The first rank decides. It first waits for the answers of tiers that do not advertise their
-entries, and for other requests that compute the same pages. The other ranks follow the first.
+entries, and for other requests that compute the same pages. The other ranks adopt its decisions.
 
 The scheduler thread never waits for a fetch; transport threads fill the staging memory.
 """
@@ -44,7 +44,7 @@ from sglang_droidspeak.start.config import at_rank
 log = logging.getLogger(__name__)
 
 _Decision = tuple[str, bool, Planned | None, int]
-"""One decision of the first rank, for the other ranks. It has the request's id, whether to read
+"""One decision of the first rank, for the other ranks: the request's id, whether to read
 approximate KV, the plan or None, and `Request.num_there`."""
 
 
@@ -90,7 +90,7 @@ class WaitingRequests:
             request.reach(phase)
             if phase >= Phase.FETCHING:
                 prefixes.move(request.req, approximate=request.planned.is_approximate)
-            elif request in asked or phase is Phase.SETTLED:  # The same on all ranks.
+            elif request in asked or phase is Phase.SETTLED:  # All ranks choose the same requests.
                 self._read_what_is_there(request, tree)
         return {it.req.rid for it in requests if self._is_held(it)}
 
@@ -134,7 +134,8 @@ class WaitingRequests:
         return num_pages if num_pages > num_head else 0
 
     def step_tokens(self, rid: str, num_tokens: int) -> int:
-        """Part of SGLang's token budget of a step that `num_tokens` loaded tokens use up."""
+        """Return how many tokens of SGLang's budget for a step `num_tokens` loaded tokens use
+        up."""
         if not self.has_source(rid):
             return 0
         request = self._requests[rid]
@@ -214,8 +215,7 @@ class WaitingRequests:
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
         """Plan the next requests again if the device has evicted pages that they expect: loaded
-        pages have to follow the device's pages. A wait that was still running counts from its old
-        beginning."""
+        pages have to follow the device's pages. A wait that has not ended keeps its beginning."""
         known = filter(None, map(self._requests.get, (req.rid for req in queue)))
         for request in islice((it for it in known if it.num_there), NUM_NEXT):
             held = self._pool_index.held(request.req, request.num_there, tree)
@@ -232,12 +232,12 @@ class WaitingRequests:
 
     def _see(self, req: Req, tree: UnifiedRadixCache) -> Request:
         """Begin a request's entry. Ask tiers that do not advertise, if they could have enough
-        pages to matter."""
+        pages."""
         if req.rid in self._requests:
             self._requests[req.rid].settle()
         request = self._requests[req.rid] = Request(req)
         req.refresh_fill_ids()  # All ranks look up its pages on the device.
-        prefixes.move(req, approximate=False)  # On all ranks, until the first has decided.
+        prefixes.move(req, approximate=False)  # Until the first rank has decided.
         self._planner.note(req)
         self._planner.meet(req)
         if not self._asks or self._planner.refusal(req):

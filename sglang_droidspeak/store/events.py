@@ -103,7 +103,7 @@ class HostEvents:
             offload.event_tokens if offload is not None and offload.model == change.model else None
         )
         if offload is None or content is None or pages[0] not in offload.pages:
-            return  # Another writer than the offloader added it.
+            return  # A writer other than the offloader added it.
         if len(self._waiting) >= MAX_WAITING:
             self._metrics.kv_event_pages.labels("dropped").inc(len(pages))
             return
