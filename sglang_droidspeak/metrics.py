@@ -318,6 +318,6 @@ class CacheMetrics:
                     sample.set(value)
                 else:  # A peer that has restarted counts from 0.
                     sample.inc(value - previous if value >= previous else value)
-        for gone in before:  # The files keep the peer's labels. A 0 would mean a peer that cannot be read.
+        for gone in before:  # The files keep its labels. 0 would mean an unreadable peer.
             if isinstance(gone, Gauge):
                 gone.set(nan)

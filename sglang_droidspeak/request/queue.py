@@ -64,7 +64,7 @@ class Queue:
             room = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running)
             could_run: Iterable[Req] = (req for req in ahead if req.rid in held)
             if len(ahead) == len(queue):
-                # SGLang took no request behind held ones. So these could have run in a batch with room.
+                # SGLang took no request behind held ones. These could have run, if there was room.
                 if is_in_chunks or running.batch_is_full:
                     could_run = ()
                 elif room <= 0:

@@ -32,19 +32,19 @@ MIN_PAGE_SIZE = 16
 GIB = 1 << 30
 _SHADOW_RATE = 0.05
 _MOST = 1e6
-"""Largest value of settings in GiB or seconds."""
+"""Largest allowed value of a setting in GiB or seconds."""
 
 _NEEDS = (
     # a setting, another one that it needs to have an effect, and why
     ("disk_path", "host_gb", "nothing is ever stored"),
-    ("lines", "guard_path", "nothing watches what an heir of a line inherits"),
-    ("shadow_rate", "guard_path", "what it finds would be forgotten at the next start"),
+    ("lines", "guard_path", "no drift guard watches inherited plans"),
+    ("shadow_rate", "guard_path", "its evidence would be lost at the next start"),
     ("shadow_deadline_s", "guard_path", "no answer is compared"),
     ("shadow_busy_share", "guard_path", "no answer is compared"),
     ("hicache_config", "hicache_backend", "there is no backend to make with it"),
-    ("allowed_peers", "listen", "nobody reads from this server"),
-    ("bulk_port", "listen", "nobody reads from this server"),
-    ("max_link_mb_s", "listen", "nobody reads from this server"),
+    ("allowed_peers", "listen", "no server reads this cache"),
+    ("bulk_port", "listen", "no server reads this cache"),
+    ("max_link_mb_s", "listen", "no server reads this cache"),
     ("insecure", "listen", "there is no address to allow"),
 )
 
@@ -53,9 +53,9 @@ _NEEDS = (
 class MemoryShare:
     """Default memory of one rank: a share of the memory of the host, or of the container.
 
-    It depends on the size of that memory only, so all processes of a server agree. Eight ranks on
-    one host together take at most three quarters of its memory for `HOST` and `STAGING`, if
-    `least_gb` does not apply.
+    It depends only on the memory's size, so all processes of a server agree. Eight ranks on one
+    host together take at most three quarters of its memory for `HOST` and `STAGING`, if `least_gb`
+    does not apply.
     """
 
     divisor: int
@@ -319,8 +319,8 @@ def is_configured(args: Any) -> bool:
 
 
 def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") -> Settings:
-    """Parse the settings that `where` has. Raises ConfigError with `where`, the key and the
-    remedy."""
+    """Parse settings. `where` is their place, for messages. Raises ConfigError with `where`, the
+    key and the remedy."""
     settings = _settings(extra, where)
     if settings.config is None:
         return settings

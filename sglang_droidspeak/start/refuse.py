@@ -51,7 +51,7 @@ EXACT_ONLY = frozenset(
     }
 )
 """Model classes that can load KV, but cannot recompute a block. Such a model reads only its own KV,
-from any server. An activated LoRA on it reads its base's KV."""
+from any server. An activated LoRA on such a model reads the base's KV."""
 
 
 _NOT_THE_CHECKPOINTS = (
@@ -66,7 +66,7 @@ READ_AS_SAFETENSORS = [
     "layered",
     "runai_streamer",
 ]
-"""Values of `load_format` with which SGLang loads only files from which the model id is
+"""Values of `load_format` with which SGLang loads the same files from which the model id is
 computed."""
 _SCALED = "scales of quantised KV belong to one model"
 _SHARED_OUT = "each rank would have E of only a share of the tokens"
@@ -316,8 +316,8 @@ def check_activated(
 ) -> None:
     """Refuse activated LoRAs (adapters with an `invocation`) that this server cannot run.
 
-    Each needs two slots of a batch: its own and the base's. None works if any adapter may change
-    lm_head, because SGLang applies such an adapter to whole prompts.
+    An activated LoRA needs two slots of a batch: its own and the base's. It cannot work if any
+    adapter may change lm_head, because SGLang applies such an adapter to whole prompts.
     """
     num_unpinned = num_slots - sum(bool(it.pinned) for it in refs)
     for ref in filter(invocation, refs):

@@ -129,8 +129,8 @@ class ThisServer:
 
     @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
-        """First layers at which models differ, for every two models among the base and its
-        adapters. Reads the adapters' files once."""
+        """For every two models among the base and its adapters, the first layer at which they
+        differ. Reads the adapters' files once."""
         if not self.has_blocks:
             return frozenset()
         num_layers = self.identity.num_layers

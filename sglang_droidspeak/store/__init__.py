@@ -1,2 +1,2 @@
-"""Add to SGLang's KV pool: E per slot, an index of the pages of each model, and copies to the
+"""Additions to SGLang's KV pool: E of each slot, an index of each model's pages, and copies to the
 cache."""

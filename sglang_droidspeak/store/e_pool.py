@@ -36,7 +36,7 @@ class EPool:
     def __init__(
         self, layers: tuple[int, ...], num_slots: int, columns: Span, runner: ModelRunner
     ) -> None:
-        """`columns`: the columns of E that this rank keeps."""
+        """`columns` are the columns of E that this rank keeps."""
         self._columns = slice(columns.start, columns.stop)
         self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
         """An empty tensor with E's dtype, width and device, also if no layer is kept."""
@@ -54,8 +54,8 @@ class EPool:
         self.valid.index_fill_(0, slots, False)
 
     def adopt(self, source: torch.Tensor, slots: torch.Tensor, block: Span) -> None:
-        """Copy E from `source` to `slots`, except in the layers of `block`, which have just written
-        it. Both sets of slots hold the same tokens, of two models with equal E."""
+        """Copy E from the slots `source` to `slots`, except in the layers of `block`, which have
+        just written E. Both sets of slots hold the same tokens, of two models with equal E."""
         for layer, rows in self.e.items():
             if layer not in block:
                 rows[slots] = rows[source]
@@ -68,7 +68,7 @@ class EPool:
         return int(lacks[-1]) + 1 if len(lacks) else 0
 
     def _write(self, rows: torch.Tensor, forward_batch: ForwardBatch, value: torch.Tensor) -> None:
-        # In most partial prefills the stream is the receiver's continuation of another model's E.
+        # Most partial prefills begin with another model's E. They compute no E of this model.
         if getattr(forward_batch, "has_own_e", True):
             slots = forward_batch.out_cache_loc
             rows[slots] = value[: slots.shape[0], self._columns]

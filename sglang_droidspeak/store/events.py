@@ -39,7 +39,7 @@ _HASH_BYTES: Final = 8
 
 
 class HostStored(BlockStored, tag="BlockStored"):  # type: ignore[call-arg]
-    """SGLang's event with more fields. A subscriber that does not know them skips them."""
+    """SGLang's event about stored pages, with two more fields. Other subscribers skip them."""
 
     model: str = ""
     """Model id by content, as `droidspeak identity` prints it."""
@@ -59,11 +59,12 @@ class HostEvents:
         self._metrics: Final = metrics
         self._waiting: Final[deque[BlockStored | BlockRemoved]] = deque()
         self._hashes: Final[dict[tuple[ModelId, PageHash], int]] = {}
-        """Hashes under which events have published stored pages. The cache's lock guards them."""
+        """Hash under which an event has published each stored page. The cache's lock guards this
+        dict."""
         _, self._unsubscribe = cache.tree.subscribe(self._note)
 
     def about(self, req: Req, start: int, stop: int) -> EventTokens | None:
-        """Return the content of an event about tokens [start, stop) of a request. None if they must
+        """Return the content of an event about a request's tokens [start, stop). None if they must
         not be published. Scheduler thread."""
         adapter = self._adapters.get(req.lora_id) if req.lora_id else None
         is_unknown = req.lora_id and adapter is None

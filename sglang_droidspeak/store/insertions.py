@@ -37,7 +37,7 @@ Without CUDA there are none."""
 
 @dataclass(frozen=True, slots=True)
 class EventTokens:
-    """Content of KV events about an offload's pages, apart from the pages' hashes."""
+    """Content of KV events about an offload's pages. The pages' hashes are added later."""
 
     tokens: Sequence[int]
     adapter: LoRARef | None
@@ -45,7 +45,7 @@ class EventTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """A new radix node. `slots` hold the KV of `pages`, which follow the pages in `before`."""
+    """A new node of SGLang's tree, to copy to the cache. `slots` hold the KV of `pages`."""
 
     model: ModelId
     before: Sequence[PageHash]
@@ -74,9 +74,9 @@ class Insertions:
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
     about: Callable[[Req, int, int], EventTokens | None] = _no_events
-    """Function that returns the content of KV events about some of a request's tokens."""
+    """Function that returns the content of KV events about a request's tokens [start, stop)."""
     name: Callable[[Req], object] = _no_events
-    """Function that lets SGLang's own events name the adapter of a request with this extra key."""
+    """Function by which SGLang's own KV events learn the name of the request's adapter."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
         """Remember the request while SGLang inserts its tokens, because SGLang calls `offload`
@@ -91,7 +91,8 @@ class Insertions:
             self._inserting = None
 
     def _note(self, req: Req, up_to: int, tree: UnifiedRadixCache) -> None:
-        """Note in the pool's index what SGLang's tree will have, for this server's other models."""
+        """Note the request's pages in the pool's index, so that this server's other models find
+        them."""
         owner = self._models.owner_of(req)
         if owner is None or prefixes.refusal(req) or prefixes.is_approximate(req):
             return
@@ -158,7 +159,7 @@ class Offloader:
         self.num_done = 0
         """Number of queued nodes that are finished: stored, or given up."""
         self._num_taken = 0
-        """Number of finished nodes that SGLang has taken note of, equal on all ranks."""
+        """Number of finished nodes that SGLang knows to be finished, equal on all ranks."""
         self._thread: WorkerThread[tuple[Offload | None]] = WorkerThread(
             "droidspeak-offload", self._run, fail=self._let_go
         )
@@ -177,8 +178,8 @@ class Offloader:
         return self.num_done - self._num_taken
 
     def pop_result(self) -> bool:
-        """Note that SGLang has taken note of one more finished node. Return True: SGLang must not
-        offer the node again."""
+        """Count one more finished node as known to SGLang. True: it must not offer the node
+        again."""
         self._num_taken += 1
         return True
 
@@ -221,7 +222,7 @@ class Offloader:
                 self._store_part(offload, first, Part(layer))
 
     def _bring_e(self, pages: Sequence[PageHash], model: ModelId, layer: int) -> None:
-        """Bring E of earlier pages into memory, if any tier has it: E is stored without gaps."""
+        """Bring E of earlier pages into memory, if a tier has it: E is stored without gaps."""
         if pages and not self._cache.tree.has(model, pages[-1], Part(layer)):
             self._cache.bring_e(model, pages, layer, Deadline.after(_MAX_BRING_S))
 

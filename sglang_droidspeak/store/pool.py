@@ -2,9 +2,9 @@
 
 SGLang gives each adapter a radix tree of its own. This index notes each insertion in the cache's
 tree, too, at one location per adapter. So one walk finds the pages of all models. SGLang does not
-report evictions, so a note is only a hint. Before a plan uses a note, the pages are looked up in
-SGLang's tree, and the note is corrected. Each rank does so by itself, so the notes of ranks may
-differ until they are about to load.
+report evictions, so a note is only a hint. Before a plan uses a note, each rank looks up the pages
+in SGLang's tree, and corrects its note. So the notes of ranks may differ until they are about to
+load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_droidspeak.ranks import Ranks
 
 _MAX_PLACES: Final = 256
 """Largest number of namespaces with notes. Each may have notes for as many pages as the pool can
-hold. An activated adapter has one namespace for every place at which it was invoked."""
+hold. An activated adapter has one namespace for each token at which it began to act."""
 _MAX_POOLS: Final = 4
 """Largest number of notes in all, as a multiple of the pages that the pool can hold."""
 
@@ -88,8 +88,8 @@ class PoolIndex:
     ) -> None:
         """Note pages of `model` that SGLang is about to insert, from the root, into a namespace.
 
-        SGLang's tree already has the first `num_there`. The first `num_loaded` pages are without E,
-        except the ones that the tree has already.
+        SGLang's tree already has the first `num_there` pages. Of the others, the pages before
+        `num_loaded` have no E.
 
         A page that is noted with E has E in the slots of SGLang's tree. This holds because every
         request that may load is noted before each insertion. Pages that were not loaded were
@@ -186,8 +186,7 @@ class PoolIndex:
     def _num_held(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> int:
-        """Return how many of the prompt's leading pages the plan can use, at most up to the plan's
-        end."""
+        """Return how many of the prompt's leading pages SGLang holds and the plan can use."""
         namespace = plan.location.removeprefix(POOL_PREFIX)
         num_pages = prefixes.num_held(req, namespace, plan.pages.stop, tree)
         return (

@@ -39,11 +39,12 @@ takes 16 MiB, and its decoding takes several times as much."""
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Encode tensors on any device into stored bytes, and decode them, by a family's codec."""
+    """Encode tensors on any device as stored bytes, and decode stored bytes, by a family's
+    codec."""
 
     codec: Codec
     length: int
-    """Values of one vector."""
+    """Number of values in one vector."""
 
     def store(self, values: torch.Tensor, target: memoryview) -> None:
         """Write `values`, which fill whole vectors, to `target`. On CUDA this runs on the current
@@ -61,8 +62,8 @@ class Coding:
         return decode(self.codec, encoded, like.dtype).view(-1, like.shape[-1])
 
     def fill(self, rows: torch.Tensor, runs: Sequence[memoryview]) -> None:
-        """Decode one or several runs of bytes into `rows`, `[tokens, values]`, as `load`. Without a
-        codec nothing is allocated."""
+        """Decode one or several runs of bytes into `rows`, `[tokens, values]`, like `load`. Without
+        a codec nothing is allocated."""
         for raw, part in _parts(runs, len(rows), _LOADED_TOKENS):
             into = rows[part]
             if self.codec is Codec.NONE:
@@ -126,7 +127,7 @@ def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
 
 
 def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> int:
-    """Return the bytes of each rank's device that recomputes, loads and offloads take beside the
+    """Return the device bytes of one rank that recomputes, loads and offloads take beside the
     pools: maps, buffers of E, and buffers for encoding and decoding."""
     identity = server.identity
     heads = max(1, identity.num_kv_heads * server.e_width // identity.hidden_size)
@@ -139,8 +140,8 @@ def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> i
 
 
 def temporary_bytes(codec: Codec, dtype: torch.dtype, kv_values: int, e_values: int) -> int:
-    """Return the most bytes of the device that a load of KV, a load of E and an offload take at
-    once, beside the pools. `kv_values` and `e_values` count the values of one token and layer."""
+    """Return the most device bytes that a load of KV, a load of E and an offload take together,
+    beside the pools. `kv_values` and `e_values` count the values of one token and layer."""
     encoding, decoding = DEVICE_BYTES[codec]
     loaded = (kv_values + e_values) * (dtype.itemsize + decoding)
     # Offloads gather K and V, and put them together.

@@ -85,12 +85,12 @@ def _whole(parts: Sequence[Mapping[str, Any]], name: str) -> Sequence[Any]:
 
 
 def new_salt() -> str:
-    """A salt that no other request has."""
+    """Return a salt that no other request has."""
     return f"verify-{uuid.uuid4().hex}"
 
 
 def difference(one: Answer, other: Answer) -> str:
-    """Return how two answers differ that should be equal; empty if they are equal.
+    """Return the first difference between two answers that should be equal. Empty if there is none.
 
     If they differ in two tokens that are equally likely, both are right, and later tokens are not
     compared.
@@ -106,6 +106,6 @@ def difference(one: Answer, other: Answer) -> str:
 
 
 def distance_of(served: Answer, exact: Answer) -> float:
-    """Mean total variation, 0 to 1, up to the first position at which the tokens differ."""
+    """Return the mean total variation, 0 to 1, up to the first position with different tokens."""
     num = 1 + len(common_start([served.tokens, exact.tokens]))
     return distance(served.likely[:num], exact.likely[:num])

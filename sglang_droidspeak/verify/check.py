@@ -1,4 +1,4 @@
-"""One line of `doctor` and `verify`."""
+"""Result of one check by `droidspeak doctor` or `droidspeak verify`, as a line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def line(check: Check) -> str:
-    """Return a check as one line for a person."""
+    """Return the result as one line for a person."""
     remedy = f"; {check.remedy}" if check.remedy and not check.ok else ""
     return f"{'ok   ' if check.ok else 'WRONG'} {check.name}: {check.found}{remedy}"

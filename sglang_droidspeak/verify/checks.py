@@ -1,5 +1,5 @@
-"""Checks of two running servers. Each sends requests and yields lines with expected and actual
-results."""
+"""Checks of two running servers. Each check sends requests, and yields lines with expected and
+actual results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pair:
     """Answer of the receiver by full prefill."""
     is_chosen: bool
     """Whether the server itself chose to reuse. If not, it predicted that full prefill is as fast,
-    and the request had to name the block."""
+    and a second request named the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,14 +225,12 @@ def _shared_answer(run: Run, prompt: Prompt, **controls: str) -> Answer:
 
 
 def off(run: Run) -> Iterator[Check]:
-    """Check that `mode: off` reads no other model's cache, and answers as a server without
-    peers."""
+    """Check that a request with `mode: off` reads no other model's cache, and gets the answer of a
+    server without peers."""
     prompt, exact = run.prompts[0], run.answers[0].exact
     answer = _shared_answer(run, prompt, mode="off")
     label = answer.label
-    message = (
-        f"outcome {label.outcome}, {label.reused_tokens:,} tokens of others; expected off and 0"
-    )
+    message = f"outcome {label.outcome}, {label.reused_tokens:,} tokens reused; expected off and 0"
     ok = label.outcome == "off" and not label.reused_tokens
     yield Check(name="mode off", ok=ok, found=message, remedy=_log_of(run.receiver))
     unmatched = ask(run.receiver, prompt.prefix + prompt.suffixes[0], new_salt())
@@ -280,14 +278,15 @@ def labels(run: Run) -> Iterator[Check]:
 
 
 def distance(run: Run) -> Iterator[Check]:
-    """Check the distance of answers with reuse from full prefill's against the profile's bound."""
+    """Check that answers with reuse are as close to full prefill's answers as the profile
+    promises."""
     exact = [it for it in run.reused if it.served.label.exact]
     inexact = [it for it in run.reused if not it.served.label.exact]
     if exact:
         wrong = [*filter(None, (difference(it.exact, it.served) for it in exact))]
-        message = f"{len(exact)} answers say exact, and are as full prefill's"
+        message = f"{len(exact)} answers say exact, and equal full prefill's"
         if wrong:
-            message = f"expected full prefill's answer where it says exact; {wrong[0]}"
+            message = f"expected answers that say exact to equal full prefill's; {wrong[0]}"
         remedy = _log_of(run.receiver)
         yield Check(name="exact answers", ok=not wrong, found=message, remedy=remedy)
     if inexact:
@@ -296,7 +295,7 @@ def distance(run: Run) -> Iterator[Check]:
         message = f"{mean:.3f} on average, {same} of {len(inexact)} answers the same"
         allowed = _allowed(run, inexact[0].served) if run.is_own_data else None
         if not run.is_own_data:
-            message += "; not judged: give --data, as the profile was made on"
+            message += "; not judged: give --data like the profile's"
         elif allowed is not None:
             message += f"; the profile allows {allowed:.3f}"
         ok = allowed is None or mean <= allowed
@@ -315,7 +314,7 @@ def ttft(run: Run) -> Iterator[Check]:
     full, full_noise = _typical([it.exact.ttft_s for it in chosen])
     message = (
         f"{1000 * ours:,.0f} ± {1000 * ours_noise:,.0f} ms with reuse, "
-        f"{1000 * full:,.0f} ± {1000 * full_noise:,.0f} ms without: {full / ours:.2f} × sooner"
+        f"{1000 * full:,.0f} ± {1000 * full_noise:,.0f} ms without: {full / ours:.2f} × as fast"
     )
     ok = ours <= full + ours_noise + full_noise
     remedy = "`droidspeak explain` shows what was predicted; see docs/why.md"
@@ -323,14 +322,14 @@ def ttft(run: Run) -> Iterator[Check]:
 
 
 def _typical(times_s: Sequence[float]) -> tuple[float, float]:
-    """Median and median absolute deviation."""
+    """Return median and median absolute deviation."""
     middle = median(times_s)
     return middle, median(abs(it - middle) for it in times_s)
 
 
 def _allowed(run: Run, answer: Answer) -> float | None:
-    """Distance that the drift guard allows the answer's plan. None if it does not watch the
-    plan."""
+    """Return the distance that the drift guard allows the answer's plan. None if the guard does not
+    watch the plan."""
     state = msgspec.convert(run.receiver.post("/droidspeak/guard"), GuardState)
     key = answer.label.block, answer.label.e_corrected
     plans = [
