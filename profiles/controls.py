@@ -4,8 +4,8 @@ Questions that need no document prove nothing about reuse: their answers are rig
 
     no document     the prompt without its context
     other document  the context of the task's next document in its place
-    in two parts    if answers are compared with full prefill's own: the same prompt, cut at
-                  another place. Sums are rounded differently, which turns near ties
+    in two parts    only if answers are compared with full prefill's: the same prompt, in two
+                passes. Sums are rounded differently, which changes close choices
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def measure_controls(
     console: Console,
 ) -> dict[Task, Controls]:
     """Measure controls on the first documents of each task that has at least two documents. If the
-    metric compares with full prefill's own answers, the bench has measured these documents
-    already."""
+    metric compares with full prefill's answers, the bench's journal must have these answers."""
     tasks = {task: places for task, places in by_task(documents).items() if len(places) > 1}
     sampled = [it for places in tasks.values() for it in places[:NUM_CONTROLLED]]
     seconds = {it: costs.full_prefill_s(len(documents[it].prefix), 0) for it in sampled}
@@ -65,7 +64,7 @@ def measure_controls(
 
 
 def without(document: Document) -> Iterator[Document]:
-    """Yield each question, with the parts of the template before and after the context."""
+    """Yield a document for each question, with the prompt but without the context."""
     for asked in document.questions:
         ids = *document.prefix[: document.opening], *asked.suffix[document.tail :]
         begin = min(max(1, document.opening), len(ids) - 1)
@@ -74,7 +73,7 @@ def without(document: Document) -> Iterator[Document]:
 
 
 def with_context_of(other: Document, document: Document) -> Document:
-    """Return a document's questions with the context of another document."""
+    """Return the document with the context of `other` in place of its own."""
     end = other.questions[0].suffix[: other.tail]
     questions = (replace(it, suffix=end + it.suffix[document.tail :]) for it in document.questions)
     return replace(document, prefix=other.prefix, questions=tuple(questions))

@@ -1,4 +1,4 @@
-"""Costs of a receiver's parts on its device: timed, fitted, and compared with times of whole plans.
+"""Time the parts of a receiver's work, fit a cost model, and compare it with times of whole plans.
 
 Physics, with n prefix and m suffix tokens:
 
@@ -43,10 +43,10 @@ Timer = Callable[[], float]
 
 FITTED: Final = (4.0, 3.0, 2.0, 1.0, 0.0)
 HELD_OUT: Final = (2.5, 1.5, 0.5)
-"""How often the longest length is halved to get each held-out length. None is near the shortest
+"""Each held-out length is the longest length, halved this many times. None is near the shortest
 length, which is measured for the constants."""
 LEAST_TOP: Final = 512
-"""Fewest tokens of the longest length. Below it, the time depends mostly on calls, not tokens."""
+"""Least value of the longest length, in tokens. Times of shorter passes depend mostly on calls."""
 SAMPLED_LAYERS: Final = 4
 RETIMED: Final = 0.15
 REFUSED: Final = 0.25
@@ -57,12 +57,12 @@ again. If the best fit's error is above `REFUSED`, the profiler makes no profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Number and time of turns. Each turn times everything once."""
+    """Limits on the turns of a measurement. Each turn times everything once."""
 
     least: int = 2
     most: int = 32
     budget_s: float = 60.0
-    """Seconds after which no turn starts, except the least number of turns."""
+    """Seconds after which no further turn starts, once there were `least` turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def choose_lengths(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return prefix lengths to fit on, and held-out lengths between them; both ascending.
 
-    The lengths are the longest prefix of the data and its halves, in whole pages if these are fine
-    enough. `max_positions` is the number of the model's positions that are left beside questions.
+    The lengths are the longest prefix of the data, halved again and again, in whole pages if these
+    are fine enough. `max_positions` is the number of positions that questions leave for prefixes.
     Raises ConfigError naming the model by its role if `max_positions` is too small to be timed.
     """
     top = max(0, min(max(max_prefix_tokens, LEAST_TOP), max_positions))
@@ -112,7 +112,7 @@ def measure_costs(
 ) -> CostModel:
     """Time the model's parts at `lengths`, fit them, and judge the fit on plans at other lengths.
 
-    Values are random and do not matter. Threads and device are used as they are set. The work needs
+    Token ids, KV and E are random. Threads and device are used as they are set. The work needs
     memory for twice the KV of the longest prefix. `progress` gets the finished share, up to 1.
     """
     receiver = TimedReceiver(model, max(*lengths, *held_out_lengths), num_suffix)
@@ -192,7 +192,7 @@ def time_in_turns(
     progress: Callable[[float], None],
     now: Timer,
 ) -> list[float]:
-    """Return the seconds of each work in its fastest turn."""
+    """Return the seconds that each work took in its fastest turn."""
     fastest = [math.inf] * len(works)
     order = list(range(len(works)))
     began_s = now()
@@ -213,7 +213,7 @@ def time_in_turns(
 
 
 def _plans(num_layers: int) -> list[Span]:
-    """Return full prefill, full reuse, and blocks with other starts and sizes."""
+    """Return plans to time: full prefill, full reuse, and blocks with other starts and sizes."""
     half, third, quarter = num_layers // 2, num_layers // 3, num_layers // 4
     blocks = (
         Span(0, num_layers),
@@ -226,7 +226,7 @@ def _plans(num_layers: int) -> list[Span]:
 
 
 class TimedReceiver:
-    """Run the receiver's work that `measure_costs` times.
+    """Runs the receiver's work that `measure_costs` times.
 
     The work is layers, KV, suffix, loads and whole plans. Ids, KV and E are random. Loads read host
     memory.
@@ -323,7 +323,7 @@ class TimedReceiver:
         return [*made, self._model.kv_alone(hidden, last)]
 
     def _answer(self, source: list[KV], num_suffix: int) -> int:
-        """Return the first token after a suffix."""
+        """Run a suffix over this KV, and return the first token of the answer."""
         num_tokens = source[0][0].shape[2]
         suffix = self._ids[num_tokens : num_tokens + num_suffix].tolist()
         asked = Asked((0,) * self._model.num_layers, tuple(suffix))
@@ -340,8 +340,8 @@ class TimedReceiver:
         return [(it[0], it[1]) for it in self._kv_of(self._device_kv, num_tokens)]
 
     def _kv_of(self, buffer: Tensor, num_tokens: int) -> Tensor:
-        """Return `[layers, 2, 1, kv_heads, tokens, head_dim]`, without gaps, at a buffer's
-        beginning."""
+        """Return the beginning of a buffer as contiguous KV, `[layers, 2, 1, kv_heads, tokens,
+        head_dim]`."""
         num_layers = self._model.num_layers
         size = num_layers * num_tokens * self._model.kv_bytes // self._model.dtype.itemsize
         flat = buffer.view(-1)[:size]

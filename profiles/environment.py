@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _GROUP: Final = Path("/proc/self/cgroup")
 _VERSIONS: Final = (
-    # rest of its line in /proc/self/cgroup, where it is mounted, files of limit and use
+    # start of its line in /proc/self/cgroup, folder of its mount, files of limit and use
     ("0::/", ".", ("memory.max", "memory.current")),
     (":memory:/", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
 )

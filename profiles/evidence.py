@@ -23,7 +23,7 @@ from profiles.data.tasks import TaskOptions
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over contexts and its 95 % confidence interval, bootstrapped over contexts."""
+    """Mean over contexts, with its 95 % confidence interval by a bootstrap of contexts."""
 
     mean: float
     low: float
@@ -31,28 +31,27 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
-    """How closely the receiver follows itself if part of its KV is another model's.
+    """Distance of answers over a plan's KV from answers by full prefill.
 
-    The receiver's own greedy answer is fed in. The distance is to the receiver's own full prefill.
-    Values are means over the tokens of a question, then over a context's questions, then over
-    contexts.
+    Full prefill's greedy answer is fed in over the plan's KV. Values are means over the tokens of
+    an answer, then over a context's questions, then over contexts.
     """
 
     kl: float
-    """KL divergence of full prefill's next-token distribution from the plan's, in nats per token,
-    on the own answer."""
+    """KL divergence of full prefill's next-token distribution from the plan's, in nats per
+    token."""
 
 
 class DataFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    """The name that the user gave: a file's name, or `longbench:hotpotqa`."""
+    """Name of the data as the user gave it: a file's name, or `longbench:hotpotqa`."""
     sha256: str
-    """Digest of the used records, written as JSON one after the other."""
+    """Digest of the records that were used, written as JSON one after the other."""
     num_questions: int
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
-    """Quality of full prefill without the questions' own document."""
+    """Quality of full prefill with the questions' document, without it, and with another one."""
 
     num_contexts: int
     full_prefill: float
@@ -60,8 +59,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     no_document: float
     other_document: float
     in_two_parts: float | None = None
-    """Quality on the first question of each context, computed in two parts; None if the metric does
-    not compare with full prefill's own answers."""
+    """Quality on each context's first question if its prompt is computed in two parts. None if the
+    metric does not compare with full prefill's answers."""
 
 
 class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +74,7 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     full_prefill: float
     full_reuse: float
     controls: Controls | None = None
-    """Controls of a held-out split; None if not measured, as in old profiles."""
+    """Controls of a held-out split. None if they were not measured, as in old profiles."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,17 +82,18 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     files: tuple[DataFile, ...]
     contexts: tuple[str, ...]
-    """Digests of the contexts' texts, which show whether other data are different
-    (`profiles.data`)."""
+    """Digests of the contexts' texts (`profiles.data`). They show whether other data have the same
+    contexts."""
     tasks: tuple[TaskScores, ...]
     num_questions: int
     mean_prefix_tokens: float
-    """Mean tokens, in whole pages, of the shared context, which is reused."""
+    """Mean number of tokens of the prefix that prompts share: whole pages, which are reused."""
     max_prefix_tokens: int
     prefix_tokens: tuple[int, ...] = ()
-    """Tokens of each context, in the contexts' order; empty in old profiles."""
+    """Number of prefix tokens of each context, in the order of `contexts`. Empty in old
+    profiles."""
     mean_suffix_tokens: float
-    """Mean number of tokens behind the context, without the answer."""
+    """Mean number of prompt tokens behind the prefix."""
     sender: Interval
     """Quality of the sender alone."""
     full_prefill: Interval
@@ -107,7 +107,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_lengths(self) -> tuple[int, int]:
-        """Tokens of prefix and suffix for which TTFTs are predicted."""
+        """Numbers of prefix and suffix tokens for which TTFTs are predicted."""
         return round(self.mean_prefix_tokens), round(self.mean_suffix_tokens)
 
 
@@ -118,12 +118,12 @@ class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
     layer: int
     fidelity: Fidelity
     kl_by_context: tuple[float, ...]
-    """Mean KL over the questions of each swept document of the training split. The documents are in
-    order."""
+    """Mean KL over the questions of each training document on which all blocks were compared, in
+    the documents' order."""
 
 
 class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):
-    """One block on the training split."""
+    """Measurements of one block on the training split."""
 
     fidelity: Fidelity
     """Distance from full prefill on the questions on which the block was measured."""
@@ -141,17 +141,16 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     confidence."""
     needed: int | None
     """Number of contexts like these that would prove that the plan is within the tolerance. None if
-    no number would."""
+    no number is enough."""
     num_contexts: int | None = None
     """Number of contexts that judged the plan, until it was proven or hopeless. None in old
-    profiles: all contexts."""
+    profiles, in which all contexts did."""
     full_prefill: float | None = None
     """Full prefill's quality on these contexts."""
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out contexts on which alternatives were measured, and plans that the gate does not
-    judge."""
+    """Held-out contexts that measured alternatives, and plans that the gate does not judge."""
 
     num_contexts: int
     full_prefill: float
@@ -159,8 +158,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
-    """A plan on the training split's frontier. No block of at most its size has more quality there,
-    or none stays as close to full prefill."""
+    """A plan on the training split's frontier. Among blocks of at most its size, it has the most
+    quality there, or stays closest to full prefill."""
 
     e_map: EMap | None = None
     """The map that corrects E at the block's start. It was fitted on contexts of the training split
@@ -172,7 +171,7 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     """Results by task, in the order of the held-out split. Empty if the gate did not judge the
     plan."""
     shown: Shown | None = None
-    """Contexts on which a plan was measured that the gate did not judge. None in old profiles."""
+    """Contexts that measured the plan, if the gate did not judge it. None in old profiles."""
     fidelity: Fidelity
     """Distance from full prefill on the held-out split."""
     ttft_s: float
@@ -184,48 +183,47 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Qualities of the held-out answers, from which the verdict can be computed again."""
 
     tasks: tuple[int, ...]
-    """Number of each judged context's task, in the order in which contexts were judged."""
+    """Index of each judged context's task, in the order in which contexts were judged."""
     full_prefill: tuple[tuple[float, ...], ...]
     """Qualities by context, then by question."""
     plans: tuple[tuple[tuple[float, ...], ...], ...]
-    """Qualities of every plan that the gate tried, in the gate's order. Each plan has the qualities
-    of the first contexts, on which it was tried."""
+    """Qualities of every plan that the gate tried, in the gate's order, by context and question. A
+    plan's contexts end when it was proven or hopeless."""
 
 
 class BaselineKind(StrEnum):
-    """Alternatives to plans. Values are in files and never change."""
+    """Alternatives with which plans are compared. Values are in files and never change."""
 
     CACHEBLEND = "cacheblend"
-    """Recompute all tokens at the first layer, and fewer at each later layer. The chosen tokens are
-    those with the largest difference of KV at the layer before (CacheBlend, EuroSys '25, §4.3)."""
+    """Recompute all tokens at the first layer. At each later layer, recompute fewer: the tokens
+    with the largest difference of KV at the layer before (CacheBlend, EuroSys '25, §4.3)."""
     TOKEN_SELECTION = "token_selection"
-    """Recompute the tokens with the largest difference of first-layer KV, at all layers. In
-    profiles from before CacheBlend was measured."""
+    """At all layers, recompute the tokens with the largest difference of KV at the first layer.
+    Only in old profiles, which have no CacheBlend."""
     CRITICAL_LAYERS = "critical_layers"
-    """Recompute those layers that alone lose the most. Each run of neighbouring layers starts from
-    E (fig. 10)."""
+    """Recompute the layers that lose the most if only this layer is reused. Each run of
+    neighbouring layers starts from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
     """Recompute the layers of a plan in several runs, with E loaded at the start of each run. The
-    plan is the recommended plan, or the expected plan if none is recommended. In old profiles it is
-    always the expected plan."""
+    plan is the recommended one. If there is none, and in old profiles, it is the plan that the
+    training split expected."""
     SMALL_MODEL = "small_model"
     """Answer with a smaller model, by full prefill."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """One alternative on the held-out split."""
+    """Measurements of one alternative on the held-out split."""
 
     kind: BaselineKind
     recomputed_layers: float
-    """Compute, as a number of the receiver's layers. A share of the tokens counts as that share of
-    all layers."""
+    """Work, as a number of the receiver's layers. A share of the tokens counts as this share of all
+    layers."""
     runs: tuple[tuple[int, int], ...]
     """Recomputed layers, with a span for each run. Empty for baselines that do not choose
     layers."""
     quality: Interval
     fidelity: Fidelity | None
-    """Distance from full prefill. None for another model, because its answers follow another
-    distribution."""
+    """Distance from full prefill. None for a smaller model, which has answers of its own."""
     ttft_s: float
     shown: Shown | None = None
     """Contexts on which the alternative was measured. None in old profiles, and for a smaller
@@ -264,7 +262,7 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Median of the errors."""
+        """Median relative error of the held-out plans."""
         return median(self.errors)
 
     def layers_s(self, num_tokens: int, num_layers: float) -> float:
@@ -296,7 +294,8 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         """TTFT if the layers of `runs` are recomputed and all other layers are loaded, one after
         the other.
 
-        Each run ends in K and V alone. It starts from E, except a run that starts at layer 0.
+        A run computes only K and V in its last layer. It starts from E, unless it starts at layer
+        0.
         """
         kv_bytes, e_bytes = (num_tokens * it for it in self.moved_bytes(runs))
         load_s = self.load_time_s(kv_bytes) + self.load_time_s(e_bytes)
@@ -343,17 +342,17 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     max_new: int
     """Longest answer in tokens; 0 if each data set says its own."""
     max_prompt_tokens: int | None = None
-    """Number of tokens to which prompts were cut. None: as many as the model takes."""
+    """Tokens of the longest prompt; longer prompts were cut. None: as many as the model takes."""
     fitted: tuple[str, ...] = ()
     """Digests of the contexts of `--fit-data` on which maps were fitted."""
     pruned: bool
-    """True if only plans on the frontier of the fast measure were decoded."""
+    """True if only blocks on the frontier of work against KL were decoded."""
     prefix_passes: int
-    """Number of all passes over a context's prefix, by the sender and by the receiver. A receiver's
-    pass runs from some layer to the last. All splits, baselines, and repeats after an interruption
+    """Number of passes over a context's prefix, by both models, for all splits and baselines. A
+    receiver's pass runs from some layer to the last. Passes repeated after an interruption
     count."""
     sweep_passes_per_context: int
-    """Number of these passes that measured all blocks of one training context."""
+    """Number of passes over one training context that measured all blocks."""
     elapsed_s: float
 
     @property
@@ -368,17 +367,17 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
-    """A whole profile."""
+    """A profile with its evidence."""
 
     train: Split
     held_out: Split
     layers: tuple[LayerSensitivity, ...]
     measured: tuple[MeasuredBlock, ...]
-    """Every block of the grid. They are sorted by start, then by stop."""
+    """Every block that was compared by KL, sorted by start, then by stop."""
     frontier: tuple[FrontierPoint, ...]
-    """Plans on the frontier, by size."""
+    """Plans on the training split's frontier, by size."""
     order: tuple[int, ...]
-    """Places of plans in the frontier, in the order in which the gate tries these plans."""
+    """Indices of plans in `frontier`, in the order in which the gate tries these plans."""
     baselines: tuple[Baseline, ...]
     costs: CostModel
     made: Making

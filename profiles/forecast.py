@@ -1,5 +1,4 @@
-"""Forecast how long a run will take, from the cost model. Pure. The progress bar counts these
-seconds."""
+"""Forecast from the cost model how long a run will take. The progress bar counts these seconds."""
 
 from __future__ import annotations
 
@@ -19,25 +18,25 @@ from profiles.stats.choice import baselines
 from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
 DECODED_SHARE: Final = 0.3
-"""Expected share of answers over promising plans that differ from the receiver's own answers. The
-same share of a draft is expected to differ from the own answer."""
+"""Expected share of a promising plan's answers that differ from full prefill's. The same share of
+drafts is expected to differ from full prefill's answers."""
 SAID_TWICE: Final = 1.2
-"""If answers that do not stop take this many times longer, both forecasts are shown."""
+"""Both forecasts are shown if answers that do not stop take this many times longer."""
 STEPS: Final = 5
 """Steps to decode an answer with a mostly right draft. Without a draft, full prefill's answer takes
 one step per token. A plan's answer then takes one step per token behind its first difference: about
 half as many."""
 FOLLOWED: Final = 2.0
-"""Factor between comparing one distribution with another and making it."""
+"""Work to make a next-token distribution and compare it, as a multiple of the work to make it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast the seconds of a run's parts, for one receiver."""
+    """Forecasts of the seconds that a run's parts take, for one receiver."""
 
     costs: CostModel
     head_layers: float
-    """Cost of one token's distribution, in layers over the token."""
+    """Work of one token's next-token distribution, relative to one token's work in a layer."""
 
     def whole(
         self,
@@ -73,7 +72,8 @@ class Forecast:
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
     ) -> float:
-        """Forecast steps. Documents at places in `swept` have had their first step already."""
+        """Forecast the steps that are left once documents at places in `swept` have had their first
+        step."""
         done = {it for it in steps if not it.plans and it.place in swept}
         seconds = zip(steps, self.steps(documents, steps, done), strict=True)
         return sum(step_s for step, step_s in seconds if step not in done)
@@ -82,8 +82,8 @@ class Forecast:
         self, documents: Sequence[Document], steps: Sequence[Step], done: Collection[Step] = ()
     ) -> list[float]:
         """Return the forecast of each step, in order. If only some steps of a document are done,
-        both passes have to be made again. Their time, and the time of full prefill's answers,
-        counts for the first missing step."""
+        both models have to read its prefix again. This time, and the time of full prefill's
+        answers, counts for the first missing step."""
         seconds, is_again = [], False
         for step in steps:
             document = documents[step.place]
@@ -96,7 +96,7 @@ class Forecast:
         return seconds
 
     def fitting(self, documents: Sequence[Document]) -> list[float]:
-        """Forecast each document that maps of E are fitted on."""
+        """Forecast the seconds that each document takes on which maps of E are fitted."""
         return [self._passes_s(it) for it in documents]
 
     def _passes_s(self, document: Document) -> float:
@@ -104,7 +104,8 @@ class Forecast:
         return 2 * self.costs.pass_s(len(document.prefix), self.costs.num_layers)
 
     def _own_s(self, document: Document) -> float:
-        """Forecast the seconds to compute the distributions that plans are compared with."""
+        """Forecast the seconds to compute full prefill's distributions, with which plans are
+        compared."""
         return self._forced_s(document, self.costs.num_layers, 1)
 
     def _step_s(self, document: Document, step: Step) -> float:
@@ -116,9 +117,8 @@ class Forecast:
             passes_s = sum(self.costs.pass_s(num_prefix, len(it)) for it in runs)
             share = sum(it.share for it in step.plans)
             return passes_s + share * self.costs.layers_s(num_prefix, num_layers) + mixtures_s
-        # Both passes, and the distributions that plans are compared with. The sender's answers:
-        # some as long as the own answers, some as long as allowed. The own answers, which have
-        # drafts.
+        # Passes of both models. The sender's answers: half of them as long as the drafts, half as
+        # long as allowed. Full prefill's answers, which have drafts, and their distributions.
         passes_s = self._passes_s(document)
         free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
         own_s = self._decoded_s(document, 1 + DECODED_SHARE) + self._own_s(document)
@@ -127,7 +127,7 @@ class Forecast:
     def _mixtures_s(
         self, document: Document, mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> float:
-        # Mixtures that differ up to a layer go through it one by one; the others together.
+        # A layer runs once for all mixtures that are equal up to it.
         depths = range(1, self.costs.num_layers + 1)
         branches = sum(len({it[:depth] for it in mixtures}) for depth in depths)
         seconds = self._forced_s(document, branches, len(mixtures))
@@ -165,8 +165,8 @@ class Forecast:
 
 
 def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Candidate]]:
-    """Return examples of plans that may be judged, and of alternatives. They stand in for the real
-    plans, which are not known yet."""
+    """Return examples of plans that may be judged, and of alternatives. The forecast uses them,
+    because the real plans are not known yet."""
     sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
     plans = [Candidate(runs=(it,)) for it in blocks]

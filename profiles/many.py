@@ -62,8 +62,8 @@ class Planned:
     wanted: Wanted
     settings: Settings
     seconds: tuple[float, float]
-    """Seconds of two cases: answers are as long as the accepted answers, or no answer stops by
-    itself."""
+    """Forecasts in seconds: if answers are as long as the accepted answers, and if no answer stops
+    by itself."""
     num_bytes: int
     """Bytes of host and device together, including the weights of both models."""
 
@@ -125,8 +125,7 @@ class Many:
             return Outcome(wanted=wanted, profile=None, problem=str(exc))
 
     def _made(self, planned: Planned) -> MeasuredProfile | None:
-        """Return the profile of an earlier run. None unless it has the same models, data and
-        tolerance."""
+        """Return the profile of an earlier run. None if it has other models, data or tolerance."""
         if not planned.settings.out.is_file():
             return None
         earlier, ends = read_measured(planned.settings.out), planned.settings.pair
@@ -160,7 +159,8 @@ class Many:
 
     @cached_property
     def _timings(self) -> dict[str, Timing]:
-        """Time one receiver for each shape of models, on the documents of all of them."""
+        """Time one receiver for each shape of models, on the documents of all models of this
+        shape."""
         receivers: dict[str, list[str]] = {}
         for name in self._splits:
             receivers.setdefault(self._shape(name), []).append(name)
@@ -186,12 +186,12 @@ class Many:
         )
 
     def _contexts(self) -> list[Context]:
-        """Return the logs' contexts, with the models' names from the entries."""
+        """Return the contexts of the logs. Models have their names from the entries."""
         tokenizer, _ = self._reading(next(iter(self._entries)))
         asked = [it for path in self._logs for it in read_log(Path(path), tokenizer).asked]
         strange = sorted({it.model for it in asked} - self._entries.keys())
         bare = [name for name, it in self._entries.items() if not it.adapter]
-        if len(strange) == len(bare) == 1:  # A base answers to any name.
+        if len(strange) == len(bare) == 1:  # A base's server accepts any model name.
             self._asked_of[bare[0]], strange = strange[0], []
         if strange:
             self._say(f"prompts of {', '.join(strange)} are no model's of these; they are left out")

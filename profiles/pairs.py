@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: str
     adapter: str = ""
     data: tuple[str, ...] = ()
-    """Data with which the model is asked as a receiver. Empty: the command's own data."""
+    """Values of `--data` for pairs with this model as receiver. Empty: the command's own data."""
     senders: tuple[str, ...] | None = None
     """Names of models that may send KV to this model. None: all models for which it can matter."""
     template: str | None = None
@@ -62,12 +62,12 @@ class Wanted:
     """Reason why the pair needs no profile, or can have none. Empty if the pair is to be
     profiled."""
     about: str = ""
-    """Names of other pairs that `why_not` is about."""
+    """Pairs to which `why_not` applies: this pair, or a group such as `any → NAME`."""
     num_prompts: int = 0
-    """Number of the log's prompts whose shared text the sender had read before the receiver was
-    asked."""
+    """Number of the receiver's prompts in the log that begin with a context which the sender had
+    read first."""
     num_tokens: int = 0
-    """Number of tokens that sender and receiver share in these prompts."""
+    """Number of tokens of the contexts at the start of these prompts, together."""
 
     @property
     def name(self) -> str:
@@ -105,8 +105,8 @@ def _beside(folder: Path, name: str) -> tuple[str, ...]:
 
 
 def _from(folder: Path, entry: Entry) -> Entry:
-    """Return the entry with other paths: from relative to `folder` to relative to the working
-    directory. `data` may also name data sets that are no paths."""
+    """Return the entry with paths relative to the working directory in place of `folder`. Values of
+    `data` that are no paths stay."""
     data = tuple(str(folder / of) if (folder / of).exists() else of for of in entry.data)
     adapter = entry.adapter and str(folder / entry.adapter)
     return msgspec.structs.replace(
@@ -152,8 +152,8 @@ def pairs_of(
 
 
 def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Count, for each pair of first reader and later reader, prompts and the tokens that they
-    share."""
+    """For each pair of a context's first reader and a later reader, count the later reader's
+    prompts and the tokens of their contexts."""
     reads: dict[tuple[str, str], tuple[int, int]] = {}
     for context in contexts:
         first = min(context.asked, key=lambda of: of.number).model

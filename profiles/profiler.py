@@ -83,7 +83,7 @@ class Shared:
     costs: CostModel | None = None
     """Cost model of the receiver. None until it is timed."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
-    """The receiver's own answers, by document."""
+    """The receiver's answers by full prefill, by document."""
 
 
 def profile_pair(
@@ -238,7 +238,7 @@ def profile_pair(
 
 
 def blocks_of(settings: Settings, num_layers: int) -> list[Span]:
-    """Return the blocks that the sweep measures."""
+    """Return all blocks to compare by KL."""
     return grid(num_layers, settings.group or default_group(num_layers))
 
 
@@ -249,7 +249,7 @@ def dtype_of(settings: Settings) -> torch.dtype:
 def chosen(
     plans: Sequence[Candidate], tried: Measured, documents: Sequence[Document], settings: Settings
 ) -> Choice:
-    """Choose from plans that were tried on all documents of the training split."""
+    """Choose from plans that were measured on all documents of the training split."""
     return choose(
         {it: tried.candidates[it] for it in plans},
         tried.full_prefill,
@@ -281,7 +281,7 @@ def is_open(profile: MeasuredProfile) -> bool:
 
 
 def require_place(out: Path) -> None:
-    """Raise ConfigError if `out` cannot be a file: a run keeps its journal and maps beside it."""
+    """Raise ConfigError unless `out` can be a file, with the run's journal and maps beside it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folders = out.parent, out.resolve().parent
     if (out.exists() and not out.is_file()) or not all(os.access(it, os.W_OK) for it in folders):

@@ -121,7 +121,7 @@ class Settings:
         dest="data",
         type=f"{LOG}{{}}".format,
     )
-    """Logs that `--from-log` names. This flag has no field of its own: its values go to `data`."""
+    """Empty: the values of `--from-log` go to `data`, each as `log:FILE`."""
     asked_of: str | None = _data(
         None,
         "use only prompts of a log that this model was asked; NAME is the model's name in the log",
@@ -229,7 +229,7 @@ class Settings:
 
     @property
     def memory_gb(self) -> tuple[float | None, float | None]:
-        """Memory in GiB of the host, and of each device."""
+        """Limits of memory in GiB: of the host, and of each device."""
         return self.max_memory_gb, self.max_device_memory_gb
 
     @property
@@ -300,8 +300,8 @@ def require(holds: bool, flag: str, value: object, need: str) -> None:
 
 
 def choose_device(name: str, flag: str = "device") -> torch.device:
-    """Return the device. `auto` is an accelerator if the machine has one. Raises ConfigError if the
-    device does not exist."""
+    """Return the device with this name. `auto` is an accelerator if the machine has one. Raises
+    ConfigError if the device does not exist."""
     import torch
 
     if name == "auto":

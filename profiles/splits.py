@@ -91,8 +91,8 @@ def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]
 
 
 def with_answers_of(judged: Sequence[Document], documents: Sequence[Document]) -> list[Document]:
-    """Return the documents with the accepted answers of `judged`. These are the same questions, in
-    other tokens."""
+    """Return the documents with the accepted answers that `judged` has for the same questions. The
+    two may have other tokens."""
     answers = {question.name: question.answers for it in judged for question in it.questions}
     return [
         replace(it, questions=tuple(replace(of, answers=answers[of.name]) for of in it.questions))
@@ -115,7 +115,8 @@ def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
 def load_documents(
     settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[list[Source], list[Document]]:
-    """Load documents. Prompts are cut to the settings' limit, and to the model's positions."""
+    """Load the documents that `specs`, values of `--data`, name. Prompts are cut to the settings'
+    limit, and to the model's positions."""
     logs = [it.removeprefix(LOG) for it in specs if it.startswith(LOG)]
     others = [it for it in specs if not it.startswith(LOG)]
     sources = load_sources(others, settings.options, data_dir=settings.data_dir)

@@ -44,12 +44,12 @@ from profiles.watched import Watched
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a profile's plans on other data."""
+    """Measurements of a profile's plans on other data, and what follows for its verdict."""
 
     split: Split
     plans: tuple[FrontierPoint, ...]
-    """The plans that servers use, measured on these data. Their values for the training split are
-    the profile's."""
+    """The plans that servers use, measured on these data. Values for the training split are copied
+    from the profile."""
     holds: bool | None
     """True if the recommended plan passes the gate here, too. None if more such data could still
     show that it does."""
@@ -57,7 +57,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Again:
-    """Measurement of a profile's plans on the data of the settings. Loads the profile's models.
+    """Measures a profile's plans again, on the data of the settings. Loads the profile's models.
 
     Raises ProfileError, naming the field, if the models of the settings are not the profile's.
     """
@@ -133,12 +133,12 @@ class Again:
         )
 
     def calibrate(self) -> MeasuredProfile:
-        """Measure the `tv_bound` of the profile's plans and write the profile with it to
-        `settings.out`.
+        """Measure how far each plan's answers are from full prefill's (`tv_bound`), and write the
+        profile with these bounds to `settings.out`.
 
-        It measures as the profiler does, on the profile's held-out contexts and on contexts that
-        the profile does not know. The same call continues after a stop. Raises ProfileError if the
-        profile has no plan, or if the data lack one of its held-out contexts.
+        The data must have the profile's held-out contexts, and may have contexts that the profile
+        does not know. The same call continues after a stop. Raises ProfileError if the profile has
+        no plan, or if the data lack a held-out context.
         """
         profile, settings = self._profile, self._settings
         num_layers = profile.receiver.num_layers
@@ -198,8 +198,8 @@ def _require_same(role: str, expected: ModelIdentity, actual: ModelIdentity) -> 
 
 
 def _begun(profile: MeasuredProfile, loaded: Sequence[Document]) -> list[Document]:
-    """Return the documents that chose no plan, with short answers: only the beginning of each
-    answer is needed."""
+    """Return the documents that chose no plan. Their answers are limited to the first tokens, which
+    are all that is compared."""
     chosen_on = {*profile.train.contexts, *profile.made.fitted}
     held_out = {*profile.held_out.contexts}
     documents = [

@@ -1,4 +1,4 @@
-"""A bench that forecasts and shows its steps: the stages of a run, as the profiler calls them."""
+"""Stages of a profiler's run, each with a forecast and a progress bar."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from profiles.stats.gate import still_open
 from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Scores
 
 MOST_REFINED: Final = 4
-"""Largest number of plans that are decoded in addition to the best two of a coarse grid."""
+"""After a coarse grid of blocks, the largest number of the best plans' neighbours that are
+decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A bench that forecasts its steps and shows them as they are done."""
+    """Measures with a pair's models, forecasts each step, and shows progress."""
 
     bench: Bench
     forecast: Forecast
@@ -99,7 +100,7 @@ class Watched:
 
 
 def _each(plans: Sequence[Candidate]) -> list[Step]:
-    """Return a document's first step, and one step for each plan."""
+    """Return a document's steps: first full prefill and full reuse, then one step for each plan."""
     return [Step(0), *(Step(0, (it,)) for it in plans)]
 
 
@@ -111,7 +112,7 @@ def correct(
     settings: Settings,
 ) -> tuple[Watched, list[Candidate]]:
     """Fit maps of E on the documents `fitted_on`. Return a bench with these maps, and the blocks
-    that stay closest to full prefill if the maps correct their E."""
+    that stay closest to full prefill with corrected E."""
     models = watched.bench.sender.model, watched.bench.receiver.model
     layers = sorted({it.start for it in blocks})
     fitting = watched.forecast.fitting(fitted_on)
@@ -143,8 +144,7 @@ def refine(
     known: Sequence[Candidate],
     settings: Settings,
 ) -> list[Candidate]:
-    """Try plans with a block that begins or ends one layer earlier or later than a block of
-    `choice.best`.
+    """Try plans with a block that begins or ends one layer earlier or later than a best block.
 
     Return the new plans that stay closest to full prefill, at most `MOST_REFINED`.
     """

@@ -3,7 +3,7 @@
 data.jsonl            records in LongBench's fields
 directory             of LongBench's files: hotpotqa.jsonl, …
 longbench:hotpotqa    from the user's folder of data sets, or else from the Hugging Face hub
-gsm8k, gsm8k:FILE     the same; lines with `question` and `answer`
+gsm8k, gsm8k:FILE     from there or from FILE; lines with `question` and `answer`
 log:FILE              a server's request log (`profiles.data.logs`)
 """
 
@@ -35,7 +35,7 @@ class SourcedRecord:
     place: str
     """Place of the record for messages: `file:line`."""
     name: str
-    """The record's `_id`. If it has none, or another record has the same, its place."""
+    """The record's `_id`. If it has no `_id`, or another record has the same one: its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Form(Generic[Line]):
-    """Schema of a data set's lines, and their address on the hub."""
+    """Schema of a data set's lines, and the data set's address on the hub."""
 
     schema: type[Line]
     what: str
@@ -86,7 +86,8 @@ _GSM8K: Final = _Form(
 def load_sources(
     specs: Sequence[str], options: TaskOptions, *, data_dir: Path | None = None
 ) -> list[Source]:
-    """Load everything that the specs name, in their order. A directory has one source per file.
+    """Load all data that `specs`, the values of `--data`, name. A directory has one source per
+    file.
 
     `data_dir` is the user's folder of data sets. Raises ConfigError for a spec that names nothing
     or repeats another, and RecordError for data that cannot be used.
@@ -134,7 +135,7 @@ def few_shot(problems: Sequence[tuple[str, MathProblem]]) -> list[tuple[str, Rec
 
 
 def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> list[Line]:
-    """Read the rows of one file through `datasets`, which caches it.
+    """Read the rows of one file of the hub through the package `datasets`, which caches the file.
 
     Raises RecordError naming the spec if the hub has no such file or cannot be reached, or if a row
     does not fit the schema.
@@ -162,7 +163,8 @@ def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> l
 
 
 def _load(spec: str, options: TaskOptions, data_dir: Path | None) -> list[tuple[str, Source]]:
-    """Load the sources that a spec names, each with a key. Equal keys mean the same data."""
+    """Load the sources that a value of `--data` names, each with a key. Equal keys mean the same
+    data."""
     kind, colon, rest = spec.partition(":")
     if spec == GSM8K:
         problems = _lines(spec, GSM8K, data_dir, _GSM8K)
@@ -191,7 +193,7 @@ def _file(
 def _lines(
     spec: str, name: str, data_dir: Path | None, form: _Form[Line]
 ) -> list[tuple[str, Line]]:
-    """Read lines and their places from the user's folder, or else from the hub."""
+    """Read a data set's lines, with their places, from the user's folder, or else from the hub."""
     if data_dir is not None and (path := data_dir / f"{name}.jsonl").is_file():
         return form.read(path)
     rows = read_hub(form.file_format, form.address.format(name=name), form.schema, spec)
@@ -199,8 +201,8 @@ def _lines(
 
 
 def _files_in(folder: Path, options: TaskOptions) -> list[Path]:
-    """Find files of the known data sets. If the user sets template and metric, find all JSONL
-    files."""
+    """Find the files of known data sets in a folder. If the user sets template and metric, find all
+    JSONL files."""
     if options.template is not None and options.metric is not None:
         paths = sorted(folder.glob("*.jsonl"))
         expected = "*.jsonl"

@@ -42,15 +42,14 @@ class Question:
     suffix: Tokens
     """Tokens after the reused prefix, up to the answer. There is at least one."""
     draft: Tokens
-    """Guess of an answer: the first accepted answer, if there is one, then EOS, if the tokenizer
-    has it. At most the task's `max_new` tokens. The part of a model's own answer that agrees with
-    the draft is decoded in one step."""
+    """Guess of the answer: the first accepted answer and EOS, as far as they exist, at most the
+    task's `max_new` tokens. A model decodes all right tokens of the guess in one step."""
     answers: tuple[str, ...]
     classes: tuple[str, ...] = ()
-    """Classes that the data set knows, if it is about classes."""
+    """Classes that an answer may name, if the data set has classes."""
     name: str
-    """The record's `_id`, or `file:line`. It is different for all questions that were loaded
-    together."""
+    """The record's `_id`, or `file:line`. Questions that are loaded together have different
+    names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ class Document:
     context: str
     """Digest of the context's text."""
     prefix: Tokens
-    """Whole pages at the start of all prompts. Never empty."""
+    """Tokens that all prompts begin with, in whole pages. Never empty."""
     questions: tuple[Question, ...]
     task: Task
     opening: int = 0
@@ -82,7 +81,7 @@ def make_documents(
     max_prompt_tokens: int | None,
 ) -> list[Document]:
     """Make one document per context and task, in the order of their first records. Contexts that
-    differ only in white space count as one context; it has the form of the first.
+    differ only in white space count as one, with the text of the first.
 
     If a prompt is longer than `max_prompt_tokens` (without the answer), its middle is cut out as
     LongBench does it: as many tokens stay at the start as at the end. The cut is in tokens, is
@@ -135,9 +134,9 @@ def split_documents(
 
 
 def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
-    """Sort documents in an order that the seed draws. Some callers take the first documents. In a
-    file that is sorted by length, these would be the shortest. If documents are added or removed,
-    the order of the others stays."""
+    """Sort documents in a random order that depends on the seed. So callers that take the first
+    documents of a sorted file do not take the shortest. If documents are added or removed, the
+    order of all others stays."""
 
     def drawn(document: Document) -> bytes:
         return hashlib.sha256(f"{seed} {document.context}".encode()).digest()
@@ -154,13 +153,13 @@ def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
 
 
 def mean_lengths(documents: Sequence[Document]) -> tuple[float, float]:
-    """Mean tokens of the prefixes, and of the questions' suffixes, to a hundredth."""
+    """Mean number of tokens of the prefixes, and of the questions' suffixes, to a hundredth."""
     suffixes = [len(question.suffix) for it in documents for question in it.questions]
     return round(fmean(len(it.prefix) for it in documents), 2), round(fmean(suffixes), 2)
 
 
 def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:
-    """Places of those documents that are among the first `most` documents of their task."""
+    """Indices of the first `most` documents of each task, ascending."""
     return sorted(place for places in by_task(documents).values() for place in places[:most])
 
 
@@ -178,17 +177,19 @@ def data_files(sources: Iterable[Source], documents: Iterable[Document]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Encoder of prompts into text, and of text into tokens."""
+    """Turns prompts into text, and text into tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: bool
 
     def text(self, prompt: str) -> str:
-        """Text that a server tokenises for a prompt. Raises ConfigError."""
+        """Text that a server tokenises for a prompt: in a chat, by the chat template. Raises
+        ConfigError."""
         return self.of_chat([{"role": "user", "content": prompt}]) if self.chat else prompt
 
     def of_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text that the chat endpoint makes of messages. Raises ConfigError."""
+        """Text that the chat endpoint makes from messages. Raises ConfigError if the template
+        fails."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
@@ -199,8 +200,8 @@ class Encoder:
             ) from exc
 
     def shared(self, sourced: SourcedRecord) -> tuple[str, str]:
-        """Text before the context, and text up to the end of the context. In a chat both have no
-        white space at their ends, which templates may strip."""
+        """Return the start of a prompt up to its context, and up to the context's end. In a chat
+        both have no white space at their ends: a template may strip it."""
         task, context = sourced.task, sourced.record.context
         if not self.chat:
             return task.opening, task.shared(context)
@@ -284,7 +285,7 @@ def in_pages(
 
 
 def _cut(longest: int, movable: range, max_prompt_tokens: int, place: str) -> range:
-    """Find the tokens that every prompt leaves out, so that the longest has `max_prompt_tokens`.
+    """Find the tokens to cut from every prompt, so that the longest has `max_prompt_tokens`.
 
     # [0, half)                  kept   half of max_prompt_tokens; more if the opening is long
     # [half, half + excess)      cut    inside `movable`: shared tokens behind the opening
@@ -311,6 +312,6 @@ def _draft(sourced: SourcedRecord, prompt: str, encode: Encoder) -> Tokens:
 
 
 def common_start(prompts: Iterable[Tokens]) -> Tokens:
-    """Find the tokens at the start of all prompts."""
+    """Return the tokens that all prompts begin with."""
     columns = takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))
     return tuple(ids[0] for ids in columns)

@@ -5,9 +5,9 @@ share.
                `request.received` is read: it has the text, or the tokens of an OpenAI request
     a JSONL    requests of the OpenAI API, with `messages` or `prompt`, bare or as a batch's `body`
 
-Prompts belong to one context if most of them share no more with any other prompt than with the
-whole context. So a few tokens at the start of two questions make no context. A system prompt before
-hundreds of documents makes none either.
+Prompts that begin alike are one context. They are split further if most of them share clearly more
+with another prompt than all of them share. So a system prompt before hundreds of documents is no
+context. A few equal tokens at the start of two questions do not split one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BASE: Final = "base"
-"""Name for a model that a log leaves unnamed: the base of a server's adapters."""
+"""Name of the model in log lines that name none. It is the base of a server's adapters."""
 _RECEIVED: Final = "request.received"
 _CUT: Final = 2048
-"""Characters or tokens above which SGLang, at log level 2, logs only a prompt's two ends."""
+"""Characters or tokens of a prompt above which SGLang, at log level 2, logs only its two ends."""
 _REMEDY: Final = "serve with --log-requests-level 3 --log-requests-format json"
 _AS_TEXT: Final = "is logged in SGLang's text format"
 _NO_TEXT: Final = "has no text at this --log-requests-level"
@@ -45,17 +45,17 @@ _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
 """Fields of a request, apart from its messages, that change the prompt."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
-"""Divisor of a context's length. Prompts of one context may share some tokens beyond it: this part
-of its length, or a page if that is longer."""
+"""Prompts of one context may share some more tokens behind it: up to its length divided by this
+number, or up to a page if that is longer."""
 
 
 class _Unusable(Exception):
-    """Reason why a line has no prompt."""
+    """Reason why a line of a log has no usable prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One prompt of a log, in the log's order."""
+    """One prompt of a log."""
 
     ids: Tokens
     model: str
@@ -63,7 +63,7 @@ class Asked:
     """Place of the prompt: `file:line`. If the line has several prompts, also the prompt's
     number."""
     number: int = 0
-    """Number of the log's line. Lower lines were asked earlier."""
+    """Line number in the log. Prompts of earlier lines were asked earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,12 @@ class Log:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Prompts that begin alike."""
+    """Prompts of a log that begin with the same tokens."""
 
     num_shared: int
     """Number of tokens that all prompts share."""
     asked: tuple[Asked, ...]
-    """Prompts sorted by their tokens. Each prompt occurs once per model: the first time that the
-    model was asked."""
+    """Prompts sorted by their tokens. A prompt that a model was asked again occurs only once."""
 
 
 def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
@@ -108,8 +107,8 @@ def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
 
 
 def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
-    """Group prompts by what they share, in the order of their tokens. Prompts that share less than
-    a page are left out, and so are repeated prompts of one model."""
+    """Group prompts into contexts, in the order of their tokens. Prompts that share less than a
+    page with others are left out, and so are repeated prompts of one model."""
     first = {(it.ids, it.model): it for it in reversed([*asked])}
     ordered = [first[it] for it in sorted(first)]
     shares = [0, *(_num_shared(*pair) for pair in pairwise(ordered)), 0]
@@ -131,8 +130,8 @@ def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
 
 
 def _num_shared(one: Asked, other: Asked) -> int:
-    """Number of tokens at the start of both prompts that are equal. The last token of each prompt
-    does not count, because a request needs a new token."""
+    """Number of equal tokens at the start of both prompts. The last token of each prompt does not
+    count, because a request has to compute at least one token."""
     return min(len(common_start([one.ids, other.ids])), len(one.ids) - 1, len(other.ids) - 1)
 
 
@@ -144,7 +143,7 @@ def documents_of(
     page_size: int,
     max_prompt_tokens: int | None,
 ) -> tuple[Source, list[Document]]:
-    """Make documents of the log's contexts, with the prompts of one model, or of all models. Raises
+    """Make documents of a log's contexts, from the prompts of one model or of all. Raises
     RecordError."""
     contexts = contexts_of(log.asked, page_size)
     opening = len(common_start(it.asked[0].ids[: it.num_shared] for it in contexts))
@@ -186,7 +185,7 @@ def documents_of(
 
 
 def said_of(log: Log, contexts: Sequence[Context], documents: Sequence[Document]) -> str:
-    """Say in a sentence how many prompts share a context."""
+    """Say in a sentence how many prompts of a log share a context."""
     num_sharing = sum(len(it.asked) for it in contexts)
     said = [f"{log.name}: {len(log.asked)} prompts"]
     if documents:

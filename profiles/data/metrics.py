@@ -5,7 +5,7 @@
     rouge_l          words, by sentence                      rouge_score (the `rouge` package)
     edit_similarity  characters, in whole percent            code_sim_score, after its choice of a
                                                              line (`tasks.AnswerPart.CODE_LINE`)
-    classification   the classes named, one of which is it   classification_score
+    classification   the class, if the answer names it   classification_score
     count            all numbers                             count_score
     retrieval        all numbers, and "Paragraph 3"          retrieval_score
     exact_number     the final number of each                not in LongBench
@@ -58,7 +58,7 @@ class Metric(StrEnum):
 
 
 def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
-    """Say why an accepted answer cannot judge any prediction. Empty if it can."""
+    """Return the reason why an accepted answer cannot judge predictions. Empty if it can."""
     if metric is Metric.EXACT_NUMBER and final_number(answer) is None:
         return f"an answer without a number, which {metric.value} needs"
     if metric in (Metric.F1, Metric.ROUGE_L) and _UNSPACED.search(answer):
@@ -100,7 +100,7 @@ def _with_articles(text: str) -> list[str]:
 
 
 def f1(prediction: str, answer: str) -> float:
-    """F1 of the two bags of words.
+    """F1 of the words of both texts, in any order.
 
     Two texts without any word are equal here, as in SQuAD 2; LongBench counts 0. If normalising
     removes the whole answer ("A" of a multiple choice), articles count, and then punctuation:
@@ -118,9 +118,9 @@ def f1(prediction: str, answer: str) -> float:
 def rouge_l(prediction: str, answer: str) -> float:
     """F1 of the union longest common subsequence over sentences, words counted once (Lin, 2004).
 
-    The definition is the `rouge` package's. Sentences end at every full stop. Words that a sentence
-    of the answer has in common with a sentence of the prediction are put together as a set.
-    Precision and recall are over the sets of words.
+    The definition is the `rouge` package's. Sentences end at every full stop. The words that a
+    sentence of the answer has in common with the prediction's sentences form a set. Precision and
+    recall are over the sets of words.
 
     There are three differences to the package. If a word is repeated within a sentence of the
     answer, there can be several longest subsequences. Then rapidfuzz and `rouge` may choose
@@ -141,9 +141,10 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def edit_similarity(prediction: str, answer: str) -> float:
-    """Twice the common subsequence of characters over both lengths, rounded to whole percent.
+    """Twice the length of the longest common subsequence of characters, over both lengths together,
+    rounded to whole percent.
 
-    The value is that of `fuzz.ratio` in thefuzz, and in the fuzzywuzzy that LongBench imports if
+    The value is that of `fuzz.ratio` in thefuzz. LongBench's fuzzywuzzy has the same value if
     python-Levenshtein is installed, too. Without it, fuzzywuzzy takes difflib's matching blocks,
     which are never longer.
     """
@@ -167,7 +168,7 @@ def classification(prediction: str, answer: str, classes: Sequence[str]) -> floa
 
 
 def count(prediction: str, answer: str) -> float:
-    """Share of all numbers in the text that equal the answer."""
+    """Share of the numbers in the text that are equal to the answer."""
     numbers = _DIGITS.findall(prediction)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 

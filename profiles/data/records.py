@@ -14,7 +14,7 @@ import msgspec
 from cachetree import CacheTreeError
 
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
-"""Longest line in bytes that is decoded. LongBench's longest lines are below 1 MiB."""
+"""Largest number of bytes of a line that is decoded. LongBench's longest lines are below 1 MiB."""
 _FOREIGN: Final = (
     (rb"\x1f\x8b", "is gzip; unpack it with `gunzip`"),
     (rb"PK\x03\x04", "is a zip file; unpack it with `unzip`"),
@@ -25,7 +25,7 @@ _FOREIGN: Final = (
     (rb"\s*\[", "is one JSON array; write a record per line, as `jq -c '.[]' FILE` does"),
     (rb"\s*{\s*\n", "has records of several lines; write one per line, as `jq -c . FILE` does"),
 )
-"""Beginnings of files that are not JSONL, each with the words for a message."""
+"""First bytes of files that are not JSONL, each with the words for an error message."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,14 +39,14 @@ class AnswerPart(StrEnum):
     """First line that is not empty. After few-shot examples, a model often writes further examples
     behind its answer."""
     BEFORE_NEXT_QUESTION = "before_next_question"
-    """Text up to the next question that the model itself writes. Few-shot examples lead it to write
-    one."""
+    """Text before the first further question that the model writes, as it often does after few-shot
+    examples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Prompt and judgement of a data set. Raises ConfigError for an unusable template, or without
-    room for an answer."""
+    """Prompt, metric and answer length of a data set. Raises ConfigError if the template is
+    unusable or `max_new` is below 1."""
 
     name: str
     template: str
