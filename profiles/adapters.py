@@ -55,8 +55,7 @@ _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # These leave the base as it was.
 }
-"""Values without an effect, by setting of an adapter. Any other value of these settings is
-refused."""
+"""Values without an effect, by setting of an adapter. Other values are refused."""
 _REMEDY: Final = "merge it with peft (merge_and_unload), and profile and serve the result"
 
 

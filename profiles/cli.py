@@ -45,7 +45,7 @@ class _Actions(argparse._SubParsersAction):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
     ) -> None:
-        actions = reversed(parser._actions)  # If two flags have one value, the first is named.
+        actions = reversed(parser._actions)  # If two flags set one value, name the first.
         flags = {it.dest: it.option_strings for it in actions if it.option_strings}
         stated = (name for name, it in vars(namespace).items() if it is not None)
         misplaced = [flags[it][0] for it in stated if it in flags]

@@ -5,7 +5,7 @@ Questions that need no document prove nothing about reuse: their answers are rig
     no document     the prompt without its context
     other document  the context of the task's next document in its place
     in two parts    only if answers are compared with full prefill's: the same prompt, in two
-                passes. Sums are rounded differently, which changes close choices
+                    passes. Sums are rounded differently, which changes close choices
 """
 
 from __future__ import annotations

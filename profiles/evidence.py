@@ -90,8 +90,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     """Mean number of tokens of the prefix that prompts share: whole pages, which are reused."""
     max_prefix_tokens: int
     prefix_tokens: tuple[int, ...] = ()
-    """Number of prefix tokens of each context, in the order of `contexts`. Empty in old
-    profiles."""
+    """Number of prefix tokens of each context, in order; empty in old profiles."""
     mean_suffix_tokens: float
     """Mean number of prompt tokens behind the prefix."""
     sender: Interval
@@ -294,8 +293,7 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         """TTFT if the layers of `runs` are recomputed and all other layers are loaded, one after
         the other.
 
-        A run computes only K and V in its last layer. It starts from E, unless it starts at layer
-        0.
+        A run's last layer computes only K and V. A run starts from E, or at layer 0.
         """
         kv_bytes, e_bytes = (num_tokens * it for it in self.moved_bytes(runs))
         load_s = self.load_time_s(kv_bytes) + self.load_time_s(e_bytes)

@@ -72,8 +72,7 @@ class Forecast:
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
     ) -> float:
-        """Forecast the steps that are left once documents at places in `swept` have had their first
-        step."""
+        """Forecast steps, except the first steps of the documents at places in `swept`."""
         done = {it for it in steps if not it.plans and it.place in swept}
         seconds = zip(steps, self.steps(documents, steps, done), strict=True)
         return sum(step_s for step, step_s in seconds if step not in done)
@@ -104,8 +103,7 @@ class Forecast:
         return 2 * self.costs.pass_s(len(document.prefix), self.costs.num_layers)
 
     def _own_s(self, document: Document) -> float:
-        """Forecast the seconds to compute full prefill's distributions, with which plans are
-        compared."""
+        """Forecast the seconds to compute full prefill's next-token distributions."""
         return self._forced_s(document, self.costs.num_layers, 1)
 
     def _step_s(self, document: Document, step: Step) -> float:

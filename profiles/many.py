@@ -159,8 +159,7 @@ class Many:
 
     @cached_property
     def _timings(self) -> dict[str, Timing]:
-        """Time one receiver for each shape of models, on the documents of all models of this
-        shape."""
+        """Time one receiver for each shape of models, on documents of all of this shape."""
         receivers: dict[str, list[str]] = {}
         for name in self._splits:
             receivers.setdefault(self._shape(name), []).append(name)

@@ -31,8 +31,7 @@ from profiles.stats.gate import still_open
 from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Scores
 
 MOST_REFINED: Final = 4
-"""After a coarse grid of blocks, the largest number of the best plans' neighbours that are
-decoded."""
+"""Largest number of the best plans' neighbours that are decoded after a coarse grid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,7 @@ def _gptq(
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack words of several values, `[rows, words]`, into `[rows, values]`. A word's lowest bits
-    are its first value."""
+    """Unpack `[rows, words]` into `[rows, values]`. A word's first value is in its lowest bits."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 

@@ -183,13 +183,11 @@ class Encoder:
     chat: bool
 
     def text(self, prompt: str) -> str:
-        """Text that a server tokenises for a prompt: in a chat, by the chat template. Raises
-        ConfigError."""
+        """Text of a prompt as a server tokenises it. Raises ConfigError."""
         return self.of_chat([{"role": "user", "content": prompt}]) if self.chat else prompt
 
     def of_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text that the chat endpoint makes from messages. Raises ConfigError if the template
-        fails."""
+        """Text that the chat endpoint makes from messages. Raises ConfigError."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True

@@ -70,7 +70,7 @@ _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate"
 """Settings that change the trained adapter, in addition to models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
 """Divisors of the number of training steps. The first held-out contexts are scored before the first
-step, and after that number of steps divided by each of these."""
+step, and after the number of steps divided by each of these."""
 _LEARNED: Final[Mapping[str | None, str]] = {
     None: "the teacher's answers",
     "only": "the data's answers",
@@ -112,8 +112,8 @@ class Distiller:
             console.print(line, highlight=False, soft_wrap=True)
 
     def _place_of_state(self) -> Path:
-        """Make a folder beside `--out`. Its name has a digest of everything that changes the
-        trained adapter."""
+        """Make the folder of the run's state beside `--out`. Its name has a digest of everything
+        that changes the trained adapter."""
         out, prompts = self._settings.out, self.prompts
         chosen = [getattr(self._settings, it) for it in _DECISIVE]
         asked = [_asked(it) for it in (*prompts.train, *prompts.held_out)]
@@ -188,8 +188,8 @@ class Distiller:
             judge.scores(reader, step, shown_of, lambda _: None)
 
     def _ask_teacher(self, places: Sequence[int]) -> list[list[Said]]:
-        """Ask the teacher for all answers that are not stored yet. Return its answers to held-out
-        lessons.
+        """Ask the teacher for all answers that are not stored yet. Return its answers to the
+        held-out questions.
 
         The teacher's model is freed before the return.
         """
@@ -223,13 +223,13 @@ class Distiller:
         return self.prompts.train[place], file, self._settings.labels is not None
 
     def _targets(self, place: int) -> list[Said]:
-        """Targets of a training lesson: the data's answers, or the teacher's."""
+        """Return the answers that a training lesson teaches: the data's or the teacher's."""
         if self._settings.labels == "only":
             return labels_of(self.prompts.train[place])
         return read_answers(self._asked(place)[1])
 
     def _train(self, trainer: Trainer, steps: Sequence[Step], show: Callable[[int], None]) -> None:
-        """Take the remaining steps. The first of them shows how long the others will take."""
+        """Take the remaining steps. The time of the first one gives the forecast for the others."""
         sizes = [_size_of(self.prompts.train[it.place], it) for it in steps]
         first = trainer.num_done
         show(first)
@@ -320,14 +320,14 @@ def load_lessons(
 
 
 def _size_of(lesson: Lesson, step: Step) -> int:
-    """Cost of a step, in tokens that the model reads."""
+    """Cost of a step in tokens. A document's token, without gradient, counts an eighth."""
     questions = lesson.document.questions
     asked = sum(len(questions[it].suffix) + len(questions[it].draft) for it in step.questions)
     return asked + len(lesson.document.prefix) // 8
 
 
 def _asked(lesson: Lesson) -> object:
-    """Return the tokens of a lesson, from which a digest is made."""
+    """Return the tokens of a lesson, for the digest of everything that changes the adapter."""
     questions = [(it.suffix, it.draft) for it in lesson.document.questions]
     return lesson.document.prefix, questions, lesson.num_invoked
 

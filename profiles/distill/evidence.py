@@ -17,7 +17,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
     """Values by question: 1 if the student's answer equals the teacher's, else 0. Empty without a
     teacher."""
     kl: tuple[float, ...] = ()
-    """KL divergence of the teacher's next tokens from the student's along the teacher's answer,
+    """KL divergence of the teacher's next tokens from the student's along the teacher's answer, in
     nats per token."""
 
 
@@ -31,7 +31,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of those held-out contexts that are from one data set."""
+    """Scores of the held-out contexts of one data set."""
 
     name: str
     metric: str
@@ -61,7 +61,7 @@ class Distilled(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     tasks: tuple[JudgedTask, ...]
     num_shown: int
-    """Number of held-out contexts on which the points of the curve are scored."""
+    """Number of held-out contexts behind each point of the curve."""
     curve: tuple[CurvePoint, ...]
     tolerance: float
     passed: bool | None

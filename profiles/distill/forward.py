@@ -32,13 +32,13 @@ ATTENTION: Final = "droidspeak_frozen"
 """Name of the attention on a CPU. It takes half the time of SDPA, which also computes gradients of
 the document's KV."""
 _DOCUMENT: Final = -1
-"""Owner of a document's tokens, in place of a question's index. Every question sees these
+"""Owner of a document's tokens, in place of the index of a question. Every question sees these
 tokens."""
 
 
 LIKELIEST: Final = 128
-"""Number of likeliest next tokens that are stored for a distribution. All other tokens count as
-one."""
+"""Number of likeliest next tokens that are stored for a distribution. All other tokens count as one
+token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Branches:
 
 
 class KeptKV:
-    """KV of documents in a folder of bounded size. KV above the bound is computed again."""
+    """Stores documents' KV in a folder of bounded size. Further KV is computed again."""
 
     def __init__(self, folder: Path, max_bytes: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,8 +157,8 @@ class Reader:
         self.model, self._ends, self._kept_kv, self._as_base = model, ends, kept_kv, as_base
 
     def along(self, lesson: Lesson, questions: Sequence[int], answers: Sequence[Tokens]) -> Tensor:
-        """Return the logits before every token of `answers`: `[tokens, vocabulary]`. `questions`
-        are the indices of the answered questions in the lesson."""
+        """Return the logits before every token of `answers`, `[tokens, vocabulary]`. They answer
+        the lesson's questions with the indices `questions`."""
         tokens = [
             (*lesson.after(it), *answer[:-1]) for it, answer in zip(questions, answers, strict=True)
         ]
@@ -244,7 +244,7 @@ def write_tensors(
 
 
 class _Frozen(torch.autograd.Function):
-    """Attention of one row. Its first keys and values get no gradient.
+    """Attention for one sequence, in which the first keys and values get no gradient.
 
     Queries are `[kv_heads, group, queries, size]` and scaled; keys and values are `[kv_heads, keys,
     size]`. The additive mask covers the keys that are not frozen.

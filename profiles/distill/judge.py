@@ -33,11 +33,11 @@ from profiles.stats.gate import (
 )
 
 NUM_SHOWN: Final = 12
-"""Number of held-out contexts on which the points of the curve are scored."""
+"""Number of held-out contexts behind each point of the curve."""
 
 
 class Judge:
-    """Score the student on held-out lessons. Each score is stored in a file."""
+    """Scores the student on held-out lessons, and stores each score in a file."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Judge:
         return scored_lessons
 
     def curve(self) -> list[CurvePoint]:
-        """Curve with a point for every step at which the first lessons were scored."""
+        """Return a point for every step at which all of the first lessons were scored."""
         shown = range(min(NUM_SHOWN, len(self._lessons)))
         steps = sorted({step for step, _ in self._known})
         return [
@@ -167,7 +167,7 @@ def _distances(
 
 
 def mean_of(contexts: Iterable[Sequence[float]]) -> float:
-    """Mean over contexts, in which every context weighs the same."""
+    """Mean over contexts of each context's mean over its questions."""
     return round(fmean(fmean(it) for it in contexts), 6)
 
 

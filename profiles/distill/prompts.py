@@ -34,18 +34,18 @@ QUESTION: Final = "question"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """A document and its questions. Each question has the place of its invocation."""
+    """A document and its questions. Each question knows where its invocation begins."""
 
     document: Document
     num_invoked: tuple[int, ...]
-    """Number of tokens of each question's suffix from the invocation on."""
+    """Number of tokens of each question's suffix from the start of the invocation to the end."""
 
     def before(self, question: int) -> Tokens:
         """Tokens between the document and the invocation."""
         return self.document.questions[question].suffix[: -self.num_invoked[question]]
 
     def after(self, question: int) -> Tokens:
-        """Tokens from the invocation on."""
+        """Tokens from the start of the invocation to the end of the prompt."""
         return self.document.questions[question].suffix[-self.num_invoked[question] :]
 
 
@@ -54,7 +54,7 @@ class Invocation:
     text: str
     ids: Tokens
     follows_input: bool
-    """Whether the invocation is after the input. False: it is before the input."""
+    """True if the invocation is after the input, False if it is before the input."""
 
 
 def load_prompts(paths: Sequence[str], options: TaskOptions) -> list[Source]:
@@ -159,15 +159,15 @@ def last_match(ids: Sequence[int], of: Sequence[int]) -> int:
 
 
 def _is_text(decoded: str, text: str) -> bool:
-    """True if decoded tokens are this text. Some tokenizers drop white space at the ends."""
+    """True if decoded tokens are this text, apart from white space at the ends."""
     return decoded == text or (bool(text.strip()) and decoded.strip() == text.strip())
 
 
 def _invoked(
     sourced: SourcedRecord, encode: Encoder, invocation: Invocation, around: tuple[str, str]
 ) -> str:
-    """Return the text of a prompt from the template's place of the invocation on. Raises
-    RecordError if the last match of the invocation is at another place."""
+    """Return a prompt's text from its invocation on. Raises RecordError if the last match of the
+    invocation is not at the template's place."""
     prompt = encode.text(sourced.task.prompt(sourced.record.context, sourced.record.input))
     between, behind = around
     start = len(prompt) - len(behind)
@@ -207,7 +207,7 @@ def _header(encode: Encoder) -> str:
 
 
 def _text_of(stated: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text as stated, or the text of token ids with commas."""
+    """Return the invocation's text, which the user states as text or as token ids with commas."""
     if not all(it.strip().isdecimal() for it in stated.split(",")):
         return stated
     ids = [int(it) for it in stated.split(",")]

@@ -38,9 +38,9 @@ def make_student(
 ) -> PeftModel:
     """Make a LoRA on all linear matrices of the base's layers. Its alpha is its rank.
 
-    The student starts as the base. If its teacher is a LoRA, it starts as the teacher: with
-    s = alpha / r of the teacher, A' = [√s A; random] and B' = [√s B, 0]. Raises ConfigError if the
-    teacher's rank is too high.
+    The student starts as the base, or as its teacher if that is a LoRA. Then A' = [√s A; random]
+    and B' = [√s B, 0], with s = alpha / r of the teacher. Raises ConfigError if the teacher's rank
+    is above `rank`.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -77,7 +77,7 @@ def adapter_parameters(student: PeftModel) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def save_state(file: Path, step: int, student: PeftModel, optimizer: torch.optim.Optimizer) -> None:
-    """Save all that the next step depends on."""
+    """Save everything that the next training step depends on."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in adapter_parameters(student).items():
         tensors[name] = parameter

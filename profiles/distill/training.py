@@ -1,7 +1,7 @@
 """Turn lessons into an adapter: ask the teacher, then take the steps.
 
-    teacher   reads every training document itself ─► its answers, and the likeliest next tokens at
-              each of their tokens; or these along the data's answers
+    teacher   reads every training document itself ─► its answers, or the data's,
+              with its likeliest next tokens at each of their tokens
     step      one document, some of its questions ─► loss at the answers' tokens ─► the adapter
 
 The same command continues after a stop, from the teacher's stored answers and the last saved step.
@@ -52,13 +52,13 @@ class Recipe:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     place: int
-    """Place of the lesson in the training lessons."""
+    """Index of the lesson among the training lessons."""
     questions: tuple[int, ...]
 
 
 def draw_steps(lessons: Sequence[Lesson], num_steps: int, most: int, seed: int) -> list[Step]:
-    """Draw steps. Every lesson comes once, in a random order, then once more in another order, and
-    so on."""
+    """Draw the training steps. Every lesson comes once, in a random order, then once more in
+    another order, and so on."""
     steps, rng = list[Step](), Random(f"{seed} order")
     while len(steps) < num_steps:
         for place in rng.sample(range(len(lessons)), len(lessons)):
@@ -69,7 +69,7 @@ def draw_steps(lessons: Sequence[Lesson], num_steps: int, most: int, seed: int) 
 
 
 def labels_of(lesson: Lesson) -> list[Said]:
-    """Answers of the data, without distributions."""
+    """Return the data's answers, without a model's distributions."""
     nothing = torch.empty(0)
     return [
         Said(tokens=it.draft, likeliest=nothing, logprobs=nothing)
@@ -138,7 +138,7 @@ def loss_of(logits: Tensor, targets: Sequence[Said], *, from_labels: bool) -> Te
 
 
 class Trainer:
-    """Trainer of the student. Its optimizer has its state in a file."""
+    """Trains the student. The optimizer's state is saved in a file."""
 
     def __init__(self, reader: Reader, student: PeftModel, file: Path, recipe: Recipe) -> None:
         self._reader, self._student, self._file, self._recipe = reader, student, file, recipe
@@ -147,7 +147,7 @@ class Trainer:
             self._parameters, lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0
         )
         self.num_done = load_state(file, student, self._optimizer)
-        """Number of steps done."""
+        """Number of training steps done."""
         self._saved_s = time.monotonic()
 
     def step(self, lesson: Lesson, questions: Sequence[int], targets: Sequence[Said]) -> float:

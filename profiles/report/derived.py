@@ -37,14 +37,13 @@ def full_prefill_s(profile: MeasuredProfile) -> float:
 
 
 def ttft_ratio(profile: MeasuredProfile, ttft_s: float) -> float:
-    """Return a TTFT divided by full prefill's. Below 1, reuse saves time."""
+    """Return a TTFT divided by full prefill's TTFT. Below 1, reuse saves time."""
     full_s = full_prefill_s(profile)
     return ttft_s / full_s if full_s else 1.0
 
 
 def recommended(profile: MeasuredProfile) -> FrontierPoint | None:
-    """Return the recommended plan with its measurements. It has the same block, and the same map of
-    E, if any."""
+    """Return the measurements of the recommended plan. None if no plan is recommended."""
     recommendation = profile.recommended
     if recommendation is None:
         return None
@@ -64,8 +63,8 @@ def judged(profile: MeasuredProfile) -> FrontierPoint | None:
 
 
 def moved_share(profile: MeasuredProfile, block: Span) -> float:
-    """Return how much is loaded if sender and receiver share no pool: bytes of KV and E that a plan
-    with this block loads, as a share of all KV's bytes."""
+    """Return how much a plan with this block loads if sender and receiver share no memory: its
+    bytes of KV and E, as a share of all KV's bytes."""
     all_kv, _ = profile.costs.moved_bytes(())
     return sum(profile.costs.moved_bytes((block,))) / all_kv
 
@@ -77,23 +76,23 @@ def critical_layers(profile: MeasuredProfile) -> tuple[int, ...]:
 
 
 def within_tolerance(profile: MeasuredProfile) -> tuple[MeasuredBlock, ...]:
-    """Blocks that are good enough on the training split."""
+    """Return the blocks that lose no more than the tolerance on the training split."""
     floor = profile.train.full_prefill.mean * (1.0 - profile.tolerance)
     return tuple(it for it in profile.measured if it.quality is not None and it.quality >= floor)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to answer that is not a plan of the frontier."""
+    """One way to answer that is no plan of the frontier, such as full prefill."""
 
     kind: str
     name: str
-    """Name of this way. It differs from the names of other ways of the same kind and size."""
+    """Name of this way to answer. Ways of the same kind and size have different names."""
     quality: Interval
     full: float | None
     """Quality of full prefill on the same questions, if known."""
     layers: float | None
-    """Compute, as a number of the receiver's layers."""
+    """Work, as a number of the receiver's layers."""
     ttft_s: float | None
     runs: Sequence[tuple[int, int]] = ()
     fidelity: Fidelity | None = None

@@ -1,6 +1,6 @@
 """The pictures of a report. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 
-Texts are static, so that a picture says the same of every profile; the tables have the numbers.
+A picture has the same text for every profile. The tables have the numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MARKS: Final = {
     "full prefill": ("*", INK),
 }
 _SMALLEST_KL: Final = 1e-4
-"""Smallest KL that is drawn, as a share of the largest. Blocks with less KL look alike."""
+"""Smallest KL that is drawn, as a share of the largest KL. Blocks with less KL look alike."""
 _MOST_TICKS: Final = 13
 _LAYER: Final = "layer whose KV is the sender's (all others the receiver's own)"
 
@@ -65,7 +65,7 @@ class Picture:
         return figure
 
     def save(self, profile: MeasuredProfile, path: Path) -> None:
-        """Save without time and version of matplotlib, so that equal pictures are equal files."""
+        """Save without time and matplotlib's version, so that equal pictures are equal files."""
         figure = self.draw(profile)
         with mpl.rc_context(fname=_STYLE):
             figure.savefig(path, format="png", metadata={"Software": None})
@@ -157,7 +157,7 @@ def _mark(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
 
 
 class _Grid:
-    """The place of each block in the picture: a row per first layer, a column per last one."""
+    """Cells of a picture's blocks: a row for each first layer, a column for each last layer."""
 
     def __init__(self, measured: Sequence[MeasuredBlock]) -> None:
         self._starts = sorted({it.start for it in measured})
@@ -167,7 +167,7 @@ class _Grid:
         return self._starts.index(block.start), self._stops.index(block.stop)
 
     def table(self, values: Sequence[tuple[MeasuredBlock, float | None]]) -> np.ma.MaskedArray:
-        """Return values at their places, masked at empty places."""
+        """Return a table with each block's value in its cell. Cells without a value are masked."""
         table = np.full((len(self._starts), len(self._stops)), np.nan)
         for block, value in values:
             table[self.place(block)] = np.nan if value is None else value
@@ -241,7 +241,7 @@ def _draw(axes: Axes, series: Sequence[tuple[float, Interval]], name: str) -> No
 
 
 def _label(axes: Axes, *, x: str = "", y: str = "", title: str = "", columns: int = 1) -> None:
-    """Break names into as many lines as they need. No dollar sign begins a formula."""
+    """Break names into as many lines as they need. A dollar sign in a name begins no formula."""
     for text, longest, say in (
         (x, 88 // columns, axes.set_xlabel),
         (y, 56, axes.set_ylabel),

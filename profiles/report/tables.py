@@ -35,7 +35,7 @@ class Table:
     is_prose: bool = False
 
     def without(self, *headers: str) -> Table:
-        """The same table with fewer columns."""
+        """Return the table without some of its columns."""
         places = [place for place, header in enumerate(self.headers) if header not in headers]
         lines = [tuple(row[place] for place in places) for row in (self.headers, *self.rows)]
         return replace(self, headers=lines[0], rows=tuple(lines[1:]))
@@ -43,7 +43,7 @@ class Table:
 
 Row = TypeVar("Row")
 Columns = Mapping[str, Callable[[Row], str]]
-"""Columns by header. Each has a function that makes the text of a row's cell."""
+"""Columns by header. Each has a function that makes the text of a cell from its row."""
 
 
 def table(title: str, rows: Iterable[Row], columns: Columns[Row], **rest: Any) -> Table:
@@ -154,7 +154,7 @@ def tasks(profile: MeasuredProfile) -> Table:
 
 
 def baselines(profile: MeasuredProfile) -> Table:
-    """Show the alternatives to plans, after the bounds: full prefill, full reuse, the sender."""
+    """Show the alternatives to plans, below full prefill, full reuse and the sender alone."""
 
     def known(value: Row | None, say: Callable[[Row], str]) -> str:
         return words.ABSENT if value is None else say(value)
@@ -181,8 +181,7 @@ def baselines(profile: MeasuredProfile) -> Table:
 
 
 def identities(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Show every field of both models. Digests are shown whole, or cut to a number of
-    characters."""
+    """Show every field of both models. Digests are whole, or cut to a number of characters."""
     rows = []
     for field in ("model_id", *profile.sender.__struct_fields__):
         most = digest_characters if field in ("model_id", "tokenizer", "weights") else None
@@ -205,7 +204,7 @@ def identities(profile: MeasuredProfile, digest_characters: int | None = None) -
 
 
 def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Show both splits. Digests are shown whole, or cut to a number of characters."""
+    """Show the data of both splits. Digests are whole, or cut to a number of characters."""
 
     def named(file: DataFile) -> str:
         digest = file.sha256[:digest_characters]

@@ -85,12 +85,12 @@ def stated_percent(share: float) -> str:
 
 
 def bound(plan: FrontierPoint) -> str:
-    """Say the largest share of quality that may be lost, at the least certain task."""
+    """Say the largest share of quality that a plan may lose, at its least certain task."""
     return percent_kept(max(it.bound for it in plan.tasks)) if plan.tasks else ABSENT
 
 
 def percent_kept(share: float) -> str:
-    """Round a bound down, with the digit that matters near a whole.
+    """Write a share in percent, rounded up to a tenth.
 
     >>> percent_kept(0.9487), percent_kept(0.0504)
     ('94.9 %', '5.1 %')
@@ -113,8 +113,8 @@ def seconds(time_s: float) -> str:
 
 
 def unit_of_time(time_s: float) -> tuple[float, str]:
-    """Return the unit in which a time is between 1 and 1000: how many of it are a second, and its
-    name."""
+    """Return the unit in which a time is between 1 and 1000: the number of units in a second, and
+    the unit's name."""
     units = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
     return next((it for it in units if abs(time_s) * it[0] >= 1), units[-1])
 

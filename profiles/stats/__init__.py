@@ -2,6 +2,6 @@
 
 measured   the values that a run hands over
 choice     which plans are worth their work; which are decoded, and tried by the gate
-gate       may the pair be reused? judged on data that chose nothing
+gate       may the pair be reused? data that chose nothing decide
 artifact   all of it as a profile
 """

@@ -76,7 +76,7 @@ class Findings:
     sender: ModelIdentity
     receiver: ModelIdentity
     names: tuple[str, str]
-    """Names of the two models, for a person."""
+    """Names of sender and receiver, for people."""
     first_difference: int
     train: Data
     held_out: Data
@@ -232,8 +232,8 @@ def split_of(
 def losses_of(
     tasks: Iterable[Sequence[int]], full: Qualities, plan: Qualities, tolerance: float
 ) -> tuple[TaskLoss, ...]:
-    """Return the loss of a plan at each task. `tasks` has the places of each task's contexts. A
-    plan was judged on some contexts only: the first ones."""
+    """Return the loss of a plan at each task. `tasks` has the indices of each task's contexts. A
+    plan has qualities of the first contexts only, which judged it."""
     asked = [[it for it in places if it < len(plan)] for places in tasks]
     return tuple(_loss(_at(it, full), _at(it, plan), tolerance) for it in asked)
 
@@ -261,7 +261,7 @@ def _kept(findings: Findings) -> Judged:
 
 
 def contradiction(profile: MeasuredProfile, judged: Judged) -> str | None:
-    """Say what in a profile's verdict contradicts its scores; None if nothing does."""
+    """Say what in a profile's verdict contradicts its scores. None if there is no contradiction."""
     places: dict[int, list[int]] = {}
     for place, task in enumerate(judged.tasks):
         places.setdefault(task, []).append(place)
@@ -321,14 +321,14 @@ def _point(
 
 
 def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
-    """Return an upper bound on a plan's distance, in addition to the noise of two exact runs. The
-    drift guard allows the plan this distance."""
+    """Return an upper bound on a plan's mean total variation from full prefill. The drift guard
+    allows this distance beyond the noise of two exact runs."""
     distances = [[it.tv for it in scores] for scores in held_out]
     return mean_bound(_by_context(documents[: len(held_out)], distances), DRIFT_ERROR_RATE)
 
 
 def interval_of(documents: Sequence[Document], values: Qualities) -> Interval:
-    """Mean and interval of values by document."""
+    """Mean and interval over contexts, of values by document."""
     return interval(_by_context(documents, values))
 
 
@@ -363,14 +363,13 @@ def _shown(findings: Findings) -> Shown:
 
 
 def _few(findings: Findings) -> list[Document]:
-    """Return the documents on which baselines are measured, and plans that the gate does not
-    try."""
+    """Return the documents that measure baselines, and plans that the gate does not try."""
     documents = findings.held_out.documents
     return [documents[it] for it in first_of_each_task(documents, NUM_SHOWN)]
 
 
 def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
-    """Predicted TTFT at the split's mean lengths."""
+    """Predicted TTFT of a plan or alternative at the split's mean lengths."""
     if not candidate.share:
         return costs.ttft_s(candidate.runs, *split.mean_lengths)
     compute_s = candidate.share * costs.layers_s(split.mean_lengths[0], costs.num_layers)

@@ -1,8 +1,9 @@
 """Choose which plans are worth decoding, and which of them the gate will try. Pure.
 
 KL to full prefill tells plans apart with a fraction of the questions that the metric needs. A mean
-of the metric may also be luck. So we decode only plans on the frontier of work against KL. Among
-plans that are good enough by the metric, a plan closer to full prefill is better.
+of the metric may also be luck. So we decode only plans on the frontier of work against KL: no plan
+with as little work has less KL. Among plans that are good enough by the metric, a plan closer to
+full prefill is better.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MOST_STARTS: Final = 16
 """Largest number of places at which blocks begin, by default. Each place costs a pass over the
 prefix. The number of blocks grows with the square of the number of places."""
 MOST_TRIED: Final = 12
-"""Largest number of plans of a kind that are decoded, and that the gate tries."""
+"""Largest number of plans, with corrected E or without, that are decoded and tried by the gate."""
 MOST_SHARE: Final = 0.9
 """Largest share of all layers that a plan worth trying recomputes. A limit by predicted time would
 depend on the noise of the clock."""
@@ -68,12 +69,12 @@ class Choice:
     """Plans chosen by the training split."""
 
     frontier: list[Candidate]
-    """Plans by size. No other plan of at most the same size is better by the metric, or none is
-    closer to full prefill."""
+    """Plans by size. Among plans of at most its size, each is the best by the metric, or the
+    closest to full prefill."""
     order: tuple[Candidate, ...]
     """Plans that the gate will try, from most work to least. First come plans that are expected to
-    pass. Smaller plans follow, in case their bad result was luck. In each of the two parts, a plan
-    is closer to full prefill than all plans after it."""
+    pass. Smaller plans follow, in case their bad result was luck. In both parts, a plan is closer
+    to full prefill than all plans after it in this part."""
     expected: Candidate | None
     """Plan that the gate will recommend if held-out data are like the training data."""
 
@@ -86,9 +87,8 @@ class Choice:
 
 
 def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
-    """Make plans from each of these, with a block that begins or ends one layer earlier or later.
-    Sort them by start and stop. A map corrects E only at its own layer, so a plan with a map keeps
-    its start."""
+    """Return the plans that begin or end one layer earlier or later than one of these, sorted by
+    start and stop. A map corrects E only at its own layer, so a plan with a map keeps its start."""
     plan_at = {}
     for plan in plans:
         start, stop = plan.block.start, plan.block.stop
@@ -100,8 +100,8 @@ def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
 
 
 def sensitive_first(layers: Sequence[Scores]) -> list[int]:
-    """Sort all layers by the KL that results if only this layer's KV is the sender's. The most
-    sensitive layer is first."""
+    """Return all layers, the most sensitive first: the layer with the largest KL if only this
+    layer's KV is the sender's."""
     return sorted(range(len(layers)), key=lambda it: -kl_of(layers[it]))
 
 
@@ -130,8 +130,8 @@ def choose(
     """Choose from plans that recompute fewer than all layers and have answered all training
     questions.
 
-    `tasks` has the places of each task's contexts. As for the gate, a plan is as good as at its
-    worst task, and it must be provable there with at most `most_contexts` contexts.
+    `tasks` has the indices of each task's contexts. As in the gate, a plan's worst task decides.
+    Held-out contexts must be able to prove the plan there, at most `most_contexts` of them.
     """
     quality = {it: _kept(qualities_of(of), full_prefill, tasks) for it, of in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
@@ -153,7 +153,7 @@ def choose(
 
 
 def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> float:
-    """Share of full prefill's quality that a plan keeps at its worst task."""
+    """Share of full prefill's quality that a plan keeps at the task at which it keeps least."""
     means = [[mean_of([of[it] for it in places]) for of in (plan, full)] for places in tasks]
     return round(min(ours / own if own else 1.0 for ours, own in means), 6)
 
@@ -200,7 +200,7 @@ def baselines(
 
 
 def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
-    """Join neighbouring layers into runs."""
+    """Join neighbouring layers into runs of layers."""
     ordered = np.array(sorted(layers))
     return _spans(np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1))
 

@@ -68,8 +68,8 @@ ERROR_RATE: Final = 0.05
 DRIFT_ERROR_RATE: Final = 0.01
 """Largest probability with which a bound of the drift guard may be wrong."""
 CONTROL_SHARE: Final = 0.5
-"""Share of full prefill's quality. If a control without the document keeps more than this share,
-its task cannot judge reuse."""
+"""If a control without the document keeps more than this share of full prefill's quality, its task
+cannot judge reuse."""
 NUM_SAMPLES: Final = 10_000
 _AT_ONCE: Final = 100
 """Bootstrap samples that are in memory at once. Each takes about 24 bytes per context."""
@@ -86,7 +86,7 @@ _STEPS: Final = 1_000_000
 MOST_CONTEXTS: Final = 300
 """Largest number of contexts of a task that judge, unless the user asks for more or fewer."""
 MOST_CONTEXTS_NAMED: Final = 3_000
-"""Number of contexts above which a message names no number."""
+"""Largest number of contexts that a message asks for. Hardly any user has more."""
 
 
 def interval(values: Qualities) -> Interval:
@@ -133,12 +133,12 @@ def still_open(
     tolerance: float,
     most: int,
 ) -> list[int]:
-    """Return the places of the plans that should answer about the next context, in the order in
-    which plans are tried. Each plan has the qualities of the contexts about which it has answered:
-    the first ones. `tasks` has the task of every context.
+    """Return the indices of the plans that should answer about the next context, in the order in
+    which plans are tried. `plans` has each plan's qualities on the first contexts, about which it
+    has answered. `tasks` has the task of every context.
 
     A plan ends as soon as it is proven at every task. It also ends if it could not be proven even
-    without any loss in the rest of `most` contexts of each task. Then no plan behind it is tried.
+    without any further loss, with `most` contexts of each task. Then no plan behind it is tried.
     """
     open_places: list[int] = []
     for place, plan in enumerate(plans):
@@ -176,7 +176,7 @@ def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int |
 
 
 def _num_passing(gains: NDArray[np.float64]) -> int | None:
-    """Number of contexts until the bets pass together, if each context adds `gains` to each bet."""
+    """Number of contexts until the bets pass, if each context multiplies stakes by exp(`gains`)."""
     if gains.max() <= 0:
         return None
     enough = ceil(-log(ERROR_RATE * _STAKES[gains.argmax()]) / gains.max())
@@ -209,8 +209,8 @@ def _wealth(
 
 
 def _together(won: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Logarithm of all stakes together; `won` has the logarithm of each bet's factor on its last
-    axis."""
+    """Logarithm of all stakes together. The last axis of `won` has the logarithm of each bet's
+    factor."""
     return np.logaddexp.reduce(np.log(_STAKES) + won, axis=-1)
 
 
@@ -267,8 +267,8 @@ def controls_of(split: Split) -> str:
 
 
 def _repeated(task: TaskScores) -> str:
-    """Say how often full prefill repeats its own answers when it runs in two parts. Only rounding
-    changes the other answers."""
+    """Say how often full prefill in two parts repeats its answers. Only rounding changes the
+    others."""
     if task.controls is None or (share := task.controls.in_two_parts) is None:
         return ""
     return f", and full prefill in two parts gives {share:.0%} of its own answers"
@@ -334,8 +334,8 @@ def percent_at_most(share: float) -> float:
 
 
 def _worst(plan: FrontierPoint, split: Split) -> tuple[TaskScores, TaskLoss]:
-    """Return the task of a plan that is least certain, with its scores on the contexts that judged
-    the plan, and with its loss."""
+    """Return the task at which a plan's loss is least certain, with this loss. The task's scores
+    are those of the contexts that judged the plan."""
     pairs = zip(split.tasks, plan.tasks, strict=True)
     task, lost = max(pairs, key=lambda it: it[1].bound)
     return _as_judged(task, lost), lost

@@ -16,8 +16,7 @@ from profiles.evidence import BaselineKind
 MOST_SIZES: Final = 6
 """Largest number of sizes at which a baseline is measured."""
 NUM_SHOWN: Final = 8
-"""Number of contexts of each task on which baselines are measured, and plans that the gate does not
-try."""
+"""Number of contexts of each task that measure baselines, and plans that the gate does not try."""
 
 T = TypeVar("T")
 
@@ -26,9 +25,9 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     """Score of one question, answered over one mixture of KV."""
 
     kl: float
-    """KL divergence of the answer from full prefill. `profiles.evidence.Fidelity` has its mean."""
+    """Mean KL divergence from full prefill, along full prefill's answer."""
     tv: float
-    """Total variation distance at the own answer's first tokens."""
+    """Total variation distance from full prefill, at the first tokens of full prefill's answer."""
     quality: float | None
     """None if the question was not decoded."""
 
@@ -42,16 +41,16 @@ Qualities = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan or an alternative, by the parts of the KV that the receiver computes itself. These are
-    runs of layers, each from the sender's E, or a share of the tokens, or all layers except one. A
-    candidate without such parts is full reuse."""
+    """A plan or an alternative, by the parts of the KV that the receiver computes itself. The parts
+    are runs of layers that start from the sender's E, a share of the tokens, or all layers except
+    one. A candidate without parts is full reuse."""
 
     kind: BaselineKind | None = None
     """Kind of baseline. None for a plan, for full reuse, and for a single layer."""
     runs: tuple[Span, ...] = ()
     share: float = 0.0
     alone: int | None = None
-    """The only layer with the sender's KV."""
+    """The layer that reads the sender's KV, if all other layers read the receiver's own."""
     e_map: EMap | None = None
     """Map that corrects the sender's E. Only a plan can have one, and such a plan has one run."""
 
@@ -92,9 +91,9 @@ class Measured:
     """Measurements of one split, by context, then by question."""
 
     sender: list[Sequence[float]]
-    """Quality of the sender's own answers."""
+    """Quality of the sender's answers over its own KV."""
     full_prefill: list[Sequence[float]]
-    """Quality of the receiver's own answers."""
+    """Quality of the receiver's answers over its own KV."""
     candidates: dict[Candidate, Scores]
     """Scores of full reuse and other candidates. A candidate has all contexts, or the first ones of
     each task. Answers that were not decoded have no quality."""
@@ -105,13 +104,13 @@ class Measured:
 
     @property
     def layers(self) -> list[Scores]:
-        """Scores of a sweep's single layers, by the layer that alone has the sender's KV."""
+        """Scores by layer, if only this layer has the sender's KV."""
         scores_of = {it.alone: of for it, of in self.candidates.items() if it.alone is not None}
         return [scores_of[layer] for layer in sorted(scores_of)]
 
     @property
     def blocks(self) -> dict[Span, Scores]:
-        """Scores of a sweep's blocks, by the recomputed layers, in their order."""
+        """Scores of blocks by the recomputed layers, sorted by start, then by stop."""
         scores_of = {it.block: of for it, of in self.candidates.items() if it.runs}
         return {it: scores_of[it] for it in sorted(scores_of)}
 
