@@ -18,7 +18,7 @@ SHAPE = 1, CONFIG.num_key_value_heads, 40, CONFIG.hidden_size // CONFIG.num_atte
 
 
 def turned(keys: Tensor, sign: float) -> Tensor:
-    """Rotate keys to their positions, or back. Written out for each pair of a head's columns."""
+    """Rotate keys to their positions, or back, pair by pair of a head's columns."""
     half = keys.shape[-1] // 2
     angles = torch.arange(keys.shape[2])[:, None] * 10_000.0 ** (-torch.arange(half) / half)
     cos, sin = angles.cos(), sign * angles.sin()

@@ -41,7 +41,7 @@ _LONG = 2
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _MAX_FRAME_BYTES = 1 << 30
 _POLL_S = 0.02
-"""Seconds after which a thread that reads or writes notices that its connection has ended."""
+"""Seconds after which a waiting thread notices that its connection has ended."""
 
 
 class Fault(Enum):

@@ -17,8 +17,8 @@ def line_of(
 ) -> LineProfile:
     """Return a profile of a line. Its plan loads everything, and is proven for these changes of
     weights."""
-    found = [it.identity if isinstance(it, Weights) else it for it in models]
-    identities = [it for it in found if it is not None]
+    named = [it.identity if isinstance(it, Weights) else it for it in models]
+    identities = [it for it in named if it is not None]
     blocks = (
         BlockQuality(start=0, stop=0, quality=0.97, tv_bound=0.03),
         BlockQuality(start=0, stop=identities[-1].num_layers, quality=1.0),

@@ -103,7 +103,6 @@ class Oracle:
         return set().union(*[it.pages for it in self.pins.values()])
 
     def bytes_of(self, pages: Iterable[Named]) -> int:
-        """Bytes of these pages."""
         return sum(page_bytes(key) for key, _ in pages)
 
     def present(self, key: Key, pages: Iterable[str]) -> list[str]:
@@ -121,8 +120,8 @@ class Oracle:
         return {(each, page) for each in (key, (key[0], KV)) for page in pages}
 
     def held_bytes(self, also: Collection[Named]) -> int:
-        """Bytes that cannot be evicted: held pages, pages that are about to be held (`also`), and
-        all pages before them."""
+        """Bytes that cannot be evicted: pages that are held or are about to be (`also`), and all
+        pages before them."""
         ends = [it for it in {*self.held(), *also} if it in self.local]
         pages = set().union(*[self.with_ground(*it) for it in ends])
         return sum(it.num_bytes for it in self.reservations) + self.bytes_of(pages)

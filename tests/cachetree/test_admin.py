@@ -131,7 +131,7 @@ def test_people_are_told_in_words(capsys):
 
 
 def test_reader_that_closes_the_pipe_early_is_no_error():
-    """The case of `cachetree status | head -1`."""
+    """An example is `cachetree status | head -1`."""
     with (
         cache_of() as cache,
         Popen(
@@ -341,7 +341,7 @@ def test_bad_words_are_one_clear_line(argv, named, capsys):
 
 @pytest.mark.parametrize("number", ["nan", "inf", "0", "-1"])
 def test_a_number_that_means_nothing_is_refused_by_name(number, capsys):
-    """A deadline that is not a number (NaN) never ends, and a wait for it never pauses."""
+    """A deadline of NaN never ends, and a wait for it never pauses."""
     with pytest.raises(SystemExit):
         main(["ping", "tcp://127.0.0.1:1", f"--timeout={number}"])
     last_line = capsys.readouterr().err.splitlines()[-1]

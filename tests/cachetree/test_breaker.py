@@ -180,7 +180,7 @@ def test_settings_are_checked(changed, message):
 # A peer and its breaker.
 
 STRICT = msgspec.structs.replace(FAST, max_retries=0, cooldown_s=100.0, silence_s=3600.0)
-"""Settings for tests that set the clock forward by the cooldown; this does not count as silence."""
+"""Settings for tests that set the clock forward by the cooldown. The time skipped is no silence."""
 
 
 class Ahead:
@@ -257,7 +257,7 @@ def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked():
 
 
 def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(caplog):
-    """The cooldown and the other waits are longer than a poll can take."""
+    """The wait is longer than a poll can take."""
     patient = msgspec.structs.replace(
         STRICT, cooldown_s=1e8, connect_s=1e8, heartbeat_s=1e8, silence_s=1e9
     )

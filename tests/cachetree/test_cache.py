@@ -418,7 +418,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_told_twice_to_end_closes_what_it_serves(tmp_path, number):
-    """It does not matter which of its threads gets the signal."""
+    """Any of the command's threads may get the signal."""
     with serving(tmp_path, ("-c", SLOW_TO_CLOSE)) as process:
         for line in ("serving at", "closing"):
             assert line in process.stdout.readline()

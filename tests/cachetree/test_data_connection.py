@@ -156,8 +156,7 @@ def test_a_place_is_let_go_once_its_frame_is_there(connected, seals_of):
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
 def test_a_place_that_is_given_up_is_written_no_more(connected, seals_of, monkeypatch):
-    """The rest of the place's frame is discarded. Later frames arrive as if nothing had
-    happened."""
+    """The rest of the frame is discarded. Later frames arrive as if nothing had happened."""
     monkeypatch.setattr(channel, "_MAX_READS", 1)
     sender, receiver = connected(seals_of)
     sink, payload = Memory(), b"\xff" * LARGE_BYTES
@@ -224,7 +223,7 @@ def test_a_size_above_the_cap_takes_no_memory(connected, id, size):
 
 
 def test_a_receiver_that_does_not_read_is_waited_for(connected):
-    """At most a batch is queued, and none of its bytes is copied."""
+    """The queue has at most one batch, and copies none of its bytes."""
     sender, receiver = connected(unsealed)
     payload = payload_of(1 << 20)[: 1 << 20]
     num_put = 0
@@ -265,7 +264,7 @@ def test_a_connection_closed_while_nobody_reads_lets_go_at_once(connected):
 
 
 def test_a_fault_of_the_sending_thread_ends_the_connection(connected, caplog):
-    """Otherwise its reader would wait for ever. A new session begins with new seals."""
+    """If the connection stayed open, its reader would wait for ever."""
     sender, receiver = connected(sealed)
     sender.put(frame_of(b"what cannot be sealed"), [None])  # type: ignore[list-item]
     eventually(lambda: sender.error is not None)
@@ -441,7 +440,7 @@ def test_a_part_of_a_token_is_none():
 
 
 def test_a_crowd_between_a_connection_and_its_token_does_not_keep_it_out():
-    """It does not matter whether the others send something, nor how many they are."""
+    """Neither the number of strangers nor what they send keeps the owner of the token out."""
     with Door() as door:
         ticket = door.port.issue_ticket("owner")
         where = ("127.0.0.1", ticket.port)
@@ -504,8 +503,7 @@ def test_crowd_of_one_source_ends_no_connection_of_another(host, crowd):
 
 
 def test_without_descriptors_the_port_waits_for_some():
-    """The port does not look again and again, because this would take the thread from all other
-    peers."""
+    """A port that tried again and again would take the thread's time from all other peers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Door() as door, socket.socket() as owner:
         ticket = door.port.issue_ticket("owner")

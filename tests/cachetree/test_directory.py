@@ -90,7 +90,7 @@ def test_a_name_with_too_many_addresses_gives_some():
 
 
 def test_a_worker_that_is_found_is_read():
-    """The worker is found by the resolver of this machine."""
+    """The resolver of this machine finds the worker."""
     with cache_of() as worker:
         store(worker.tree, PAGES)
         port = worker.address.rpartition(":")[2]
@@ -146,7 +146,8 @@ def test_peer_no_longer_named_and_silent_is_forgotten():
 
 
 def test_a_worker_that_was_refused_is_tried_again(caplog):
-    """Another release may run at its address by then. The log has one line about it per minute."""
+    """Another release may run at the worker's address by then. The log has one line about the
+    refusal per minute."""
     other = msgspec.structs.replace(FAMILY, tokenizer="old")
     with peers_of() as (peers, clock):
 
@@ -201,7 +202,8 @@ def test_a_listed_worker_is_no_concern_of_a_directory():
 
 
 def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays():
-    """It stays one peer, even after the worker and its name are gone."""
+    """The list and the directory mean one peer. The peer stays after the worker and its name are
+    gone."""
     clock = Clock()
     with worker_of(new_tree(PAGES)) as worker:
         at, url = worker.address, worker.address.replace("tcp:", "dns:")

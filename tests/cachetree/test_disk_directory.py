@@ -145,8 +145,8 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_pa
 
 
 def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
-    """It is refused to root as well, who could write there: the directory's owner could write,
-    too."""
+    """Root could write there, and is refused as well: the directory's owner could change the
+    files."""
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ConfigError, match=f"is of user {user}, and this is user {user + 1}; name"):

@@ -238,8 +238,8 @@ def test_use_in_memory_keeps_an_entry_on_disk(tmp_path):
 
 
 def test_failed_write_is_repeated_with_the_next_pages(tmp_path, monkeypatch):
-    """Otherwise no prompt that begins with such an entry would reach the disk while the entry is in
-    memory."""
+    """Without the repeat, no prompt that begins with this entry would reach the disk while the
+    entry is in memory."""
 
     def fail(*args: object) -> int:
         raise OSError(errno.ENOSPC, "no space left")

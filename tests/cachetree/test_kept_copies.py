@@ -135,7 +135,7 @@ def pulls(worker: Cache) -> PullStatus:
 
 
 def settled(worker: Cache) -> bool:
-    """Whether the worker has heard everything, and nothing waits."""
+    """Whether the worker has heard everything, and has nothing left to fetch."""
     return worker.wait_ready(0) and pulls(worker).num_waiting == 0
 
 

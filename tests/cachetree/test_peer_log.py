@@ -64,7 +64,7 @@ def test_a_worker_that_is_not_there_yet_and_leaves(logged):
 
 
 def test_a_worker_of_another_family(logged, caplog):
-    """Each side logs it. The worker logs it once for all connections from one place."""
+    """Both sides log the refusal. The worker logs one line for all connections from one place."""
     other = msgspec.structs.replace(FAMILY, rope="r" * 100_000)
     with (
         worker_of(new_tree(family=other)) as worker,

@@ -363,14 +363,15 @@ def test_a_named_block_on_the_own_cache_needs_the_own_name():
 
 
 def test_the_own_cache_answers_who_wants_nothing_recomputed():
-    """An example is an activated adapter before its invocation, where its model is the base."""
+    """An example is an activated adapter before its invocation: its model is the base."""
     asked = replace(DEMAND, requested=Requested(block=EMPTY_SPAN))
     assert plan_for(match(R), demand=asked, profiles={}).is_exact
     assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
 
 
 def test_a_forbidden_block_is_refused_whoever_has_the_pages():
-    """It is refused even if the own cache could answer, or if the device has all pages."""
+    """The server's own cache could answer, or the device has all pages; the block is refused all
+    the same."""
     asked = replace(DEMAND, requested=Requested(block=Span(4, 5)))
     for held in (0, 10):
         nothing = choose(replace(asked, first_page=held), [match(R)], PROFILES, UNKNOWN)
@@ -438,7 +439,7 @@ def test_the_reason_is_the_one_of_the_match_that_came_furthest():
 
 
 def test_a_repeat_that_the_device_answers_is_not_called_slower():
-    """This holds also if an exact plan for the same pages would take as long as a full prefill."""
+    """An exact plan for the same pages would take as long as a full prefill."""
     held = replace(DEMAND, first_approximate=10)
     lossless = msgspec.structs.replace(PROFILE, first_difference=0)
     everything = msgspec.structs.replace(
@@ -508,8 +509,7 @@ def test_a_late_transfer_and_a_recompute_that_is_off_are_not_expected_at_once(sl
 
 
 def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves():
-    """Either the recompute's speed is unknown, or the prompt is longer than any measured prompt and
-    its rest is not."""
+    """Either no recompute was measured, or the prompt is longer than any measured prompt."""
     prefill = MEASURED.prefill
     assert prefill is not None
     long = replace(MEASURED, prefill=replace(prefill, known_tokens=100))

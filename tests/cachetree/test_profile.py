@@ -35,7 +35,7 @@ def test_a_profile_survives_the_disk(tmp_path):
 
 
 def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path):
-    """Its blocks were never proven without the refreshed layers."""
+    """The blocks of such a profile were never proven without the refreshed layers."""
     file = tmp_path / "pair.json"
     write_profile(profile(BLOCK), file)
     content = json.loads(file.read_text())

@@ -143,7 +143,7 @@ def test_the_rest_is_asked_for_and_what_landed_is_kept(harm):
 
 @pytest.mark.parametrize(("harm", "num_errors"), [(damaged, 3), (goodbye, 0)])
 def test_retries_are_bounded(harm, num_errors):
-    """A protocol error in a retry is still one."""
+    """If the last retry ends with a protocol error, the fetch does, too."""
     with (
         BreakingWorker(harm, num_broken=99) as worker,
         peer_of(worker.address, new_tree(), PATIENT) as peer,

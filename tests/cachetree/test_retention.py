@@ -49,8 +49,7 @@ def test_a_cache_hands_its_settings_on():
 
 
 def test_sweep_of_a_crowd_takes_several_turns():
-    """So a caller of `sweep`, such as a forward that stores its pages, waits only for a short
-    time."""
+    """A caller of `sweep`, such as a forward that stores its pages, waits only for one turn."""
     clock = FakeTime()
     tree = CacheTree(FAMILY, host_bytes=1000 * PAGE, clock=clock, retention=Retention(ttl_s=10))
     for number in range(1000):

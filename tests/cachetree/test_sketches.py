@@ -44,8 +44,8 @@ def length(tensor: np.ndarray) -> float:
 def test_the_distance_is_known_within_ten_percent(change, share):
     after = BIG + change * np.float32(share * length(BIG) / length(change))
     sketches = ({Q: sketch_of(Q, "F32", content(it))} for it in (BIG, after))
-    found = distances(*sketches, NUM_LAYERS)
-    assert found == pytest.approx((0.0, 0.0, length(after - BIG) / length(BIG), 0.0), rel=0.1)
+    measured = distances(*sketches, NUM_LAYERS)
+    assert measured == pytest.approx((0.0, 0.0, length(after - BIG) / length(BIG), 0.0), rel=0.1)
 
 
 def test_a_half_precision_tensor_has_the_sketch_of_its_values():
@@ -64,10 +64,10 @@ def test_each_change_counts_at_its_place_and_a_head_at_none(tmp_path):
     start = write(tmp_path / "before", before)
     served = read_weights(start).sketched(start)
     other = served.after_folder(write(tmp_path / "after", after))
-    found = other.distances_from(served)
-    assert found is not None and len(found) == 1 + NUM_LAYERS
-    assert found[0] == pytest.approx(0.5) and found[1] == found[3] == 0.0
-    assert 0 < found[2] < 0.25, "another matrix of the layer has not changed"
+    measured = other.distances_from(served)
+    assert measured is not None and len(measured) == 1 + NUM_LAYERS
+    assert measured[0] == pytest.approx(0.5) and measured[1] == measured[3] == 0.0
+    assert 0 < measured[2] < 0.25, "another matrix of the layer has not changed"
 
 
 def test_a_change_that_is_no_number_is_infinite(tmp_path):

@@ -216,8 +216,7 @@ def written_behind(tree: CacheTree, write: Write) -> WriteBehind:
 
 
 def test_a_write_that_is_under_way_learns_that_its_time_is_over():
-    """This holds from the first entry on. The thread may ask even before the constructor
-    returns."""
+    """The writing thread may ask before the constructor returns."""
     begun = threading.Event()
     answers: list[bool] = []
 

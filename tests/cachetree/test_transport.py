@@ -235,7 +235,8 @@ def test_cancel_stops_the_stream_and_frees_the_lease():
 
 
 def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes():
-    """The worker says so when it is asked, long before the next heartbeat."""
+    """A worker that is asked says at once that no bytes of a cancelled fetch are left, not at the
+    next heartbeat."""
     pages = pages_of(256)
     quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
     with (

@@ -133,7 +133,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fetch_that_is_struck_brings_the_right_bytes(us, friend, fault):
-    """The reader asks for missing bytes again."""
+    """The reader asks again for the missing bytes."""
     with behind_proxies(new_tree(PAGES), us, friend) as (address, proxy):
         for index in (3, 40):
             patience = {"silence_s": SILENCE_S} if fault is Fault.STALL else {}

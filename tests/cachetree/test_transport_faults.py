@@ -133,7 +133,7 @@ def test_wrong_content_costs_that_fetch_only_and_a_broken_protocol_the_connectio
 
 @pytest.mark.parametrize("breaker_errors", [1, 9])
 def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors):
-    """The peer remembers the error until the next one. The first error may also end the session."""
+    """The peer remembers an error until the next one. The first error may also end the session."""
     config = msgspec.structs.replace(ONCE, breaker_errors=breaker_errors, cooldown_s=0.1)
     arena = Arena(len(STEPS) * SIZE)
     with ScriptedWorker(flipped_bit) as worker, peer_of(worker.address, new_tree(), config) as peer:
@@ -148,7 +148,7 @@ def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors):
 
 
 def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection():
-    """Later bytes fill its frame, so the next header cannot be read."""
+    """Later bytes fill the frame that was cut short, so the next header cannot be read."""
 
     def short(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         worker.send(identity, frame(fetch), GOOD[:-1])
@@ -267,7 +267,8 @@ def test_a_peer_keeps_the_deadline_although_nobody_waits():
 
 
 def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next():
-    """This holds until its bytes have arrived, or until the worker says that no more will come."""
+    """The rest counts until its bytes have arrived, or until the worker says that no more will
+    come."""
     part, orders = FAST.frame_bytes, queue.SimpleQueue[Frame | wire.Ended | None]()
     pages = pages_of(256)
     sizes = [256 * PAGE_BYTES] * len(STEPS)
@@ -320,7 +321,7 @@ def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next():
 
 
 def test_part_of_a_frame_is_measured_if_its_reader_left_before_the_rest():
-    """If a user stops two requests in a row, the link does not look slow."""
+    """A user may stop two requests in a row. Still, the link must not look slow."""
     quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
     now, pages, half = [1000.0], pages_of(1024), bytes(512 * PAGE_BYTES)
 

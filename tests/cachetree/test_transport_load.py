@@ -246,7 +246,7 @@ def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel():
 
 
 def test_messages_that_nobody_reads_are_few():
-    """The messages that wait for such a peer are limited. The kernel buffers some MiB more, and
+    """Messages for a peer that does not read are limited. The kernel buffers some MiB more, and
     then the connection ends."""
     message = bytes(64 << 10)
     near, far = socket.socketpair()

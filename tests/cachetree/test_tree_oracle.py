@@ -128,7 +128,6 @@ class TreeMachine(RuleBasedStateMachine):
         self.mirror.check()
 
     def teardown(self) -> None:
-        """Check that all bytes are given back, whatever has happened."""
         for reservation in self.mirror.reservations:
             reservation.handle.release()
         for lease in self.mirror.leases:

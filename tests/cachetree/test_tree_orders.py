@@ -77,7 +77,7 @@ def test_pages_that_are_no_prompt_are_compared_one_by_one():
 
 
 def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind():
-    """This also holds if its pages are at another place by the time the store ends."""
+    """The store's pages may be at another place by the time it ends."""
     tree = make_tree()
     store(tree, A, "a", e_layers=[1])
     store(tree, A, "ax", start=1)

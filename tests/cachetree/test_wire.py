@@ -335,7 +335,7 @@ def test_a_link_that_is_avoided_is_tried_again_in_the_end():
 
 @pytest.mark.parametrize("trip_s", [0.0, 0.0004, 0.05])
 def test_a_round_trip_is_told_from_the_rate(trip_s):
-    """This works although one fetch in ten is delayed, and each is some per cent off."""
+    """One fetch in ten is delayed, and every measured time is some per cent off."""
     random, mb = Random(1), 1 << 20
     bandwidth = Bandwidth(FakeTime())
     for turn in range(60):
@@ -356,8 +356,7 @@ def test_one_length_of_fetches_tells_no_round_trip():
 
 @pytest.mark.parametrize("num_short", [0, 1, 3])
 def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short):
-    """It also works if the short fetches that were sampled before are no longer stored, and the
-    stalled one is."""
+    """The stalled fetch may be a sample while the short fetches before it are samples no more."""
     bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
     for num_mb in [100] * 14 + [1] * num_short:
         bandwidth.note(num_mb * mb, 0.0005 + num_mb * 0.001, None)
@@ -370,8 +369,8 @@ def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short):
 
 @pytest.mark.parametrize(("trip_s", "mb_s"), [(0.05, 1000), (0.0005, 5)])
 def test_fetches_given_up_before_anything_was_due_say_nothing(trip_s, mb_s):
-    """The worker may be far away, or slow. Later it is assumed to have recovered; from then on,
-    bytes are due."""
+    """The worker may be far away, or slow. After ten minutes it is assumed to have recovered, and
+    bytes are due earlier."""
     clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
     for num_mb in (1, 100, 1, 100):

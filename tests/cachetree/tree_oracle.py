@@ -1,10 +1,10 @@
 """The tree beside a slow, obvious oracle: per model and part, the set of the prefixes it has.
 
-A page is named by the text up to and including it, so "abc" is the page after "ab"; its token is
-the letter, and capitals are the same tokens of another tenant. Models have names, and a name may
-be loaded anew as another model. Every operation runs on the tree and on the oracle, and afterwards
-the two must agree on what is there, on every byte held, and on which entry had to go: exactly under
-LRU, and under every other policy that it was one that may.
+A page is named by the text up to and including it, so "abc" is the page after "ab". Its token is
+the letter; capitals are the same tokens of another tenant. Models have names, and a name may be
+loaded anew as another model. Every operation runs on the tree and on the oracle. Afterwards the two
+must agree on the pages, on every held byte, and on the evicted entry. Under LRU that is one certain
+entry; other policies may choose among several.
 """
 
 from __future__ import annotations

@@ -465,7 +465,7 @@ def _move(runner: Any, cuda: VirtualCuda) -> None:
 
 
 def _positions(_backend: str, prefix_lens: Any, lens: Any, total: int) -> tuple[Any, Any]:
-    """Replace SGLang's kernel. Neither makes the host wait."""
+    """Replace SGLang's kernel. Like the kernel, this code never makes the host wait."""
     starts = lens.cumsum(0) - lens
     shift = (prefix_lens - starts).repeat_interleave(lens, output_size=total)
     return torch.arange(total, device="cuda") + shift, starts

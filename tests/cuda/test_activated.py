@@ -59,7 +59,7 @@ def test_an_invocation_is_found_where_it_comes_last(num_tokens, seed):
 
 @pytest.mark.parametrize("filled_with", [5, 7])
 def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with):
-    """This also holds if a user fills the prompt with an invocation's first token."""
+    """A user may fill the prompt with the first token of an invocation."""
     tokens = array("q", [filled_with]) * 1_000_000
     begun_s = time.process_time()
     assert last_of((7, 8, 9), tokens) is None
@@ -68,8 +68,8 @@ def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with):
 
 @pytest.mark.parametrize("num_answered", [0, 10])
 def test_what_never_invokes_it_is_the_bases_and_so_is_the_guards_exact_run(activated, num_answered):
-    """The guard's exact run has the answer in its input. The answer's tokens would invoke the
-    adapter, but they do not."""
+    """The guard's exact run has the served answer in its input. Invocation tokens in the answer do
+    not invoke the adapter."""
     req = unsent([5] * NUM_TOKENS + [7] * num_answered, "judge", "tenant", None)
     req.sampling_params.max_new_tokens = 10 - num_answered
     req.sampling_params.custom_params = {ANSWERED: num_answered}
@@ -148,7 +148,8 @@ def test_another_adapters_request_of_the_same_id_is_not_touched(cuda, activated)
 
 
 def test_where_log_probabilities_begin_is_not_told_of_parts(cuda, activated):
-    """Otherwise the triton backend counts a negative number of rows, in segments without an end."""
+    """If SGLang got places within the parts, its triton backend would count a negative number of
+    rows, in segments without an end."""
     batch = prefill()
     batch.rids, batch.lora_ids, batch.batch_size = [RID, "another"], ["judge", None], 2
     batch.seq_lens_cpu = torch.tensor([NUM_TOKENS, 50])

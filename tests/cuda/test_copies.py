@@ -69,12 +69,12 @@ def test_it_never_leaves_its_stream_for_the_first_device(cuda):
 
 
 def test_no_copy_is_asked_for_before_its_stream_waits_for_forwards(cuda, monkeypatch):
-    loader, told = Loader(NUM_LAYERS, Copies(None, "cuda")), []
-    monkeypatch.setattr(Copies, "begin", lambda *_: told.append("waits"))
-    monkeypatch.setattr(loader._thread, "put", lambda _: told.append("asks"))
+    loader, calls = Loader(NUM_LAYERS, Copies(None, "cuda")), []
+    monkeypatch.setattr(Copies, "begin", lambda *_: calls.append("waits"))
+    monkeypatch.setattr(loader._thread, "put", lambda _: calls.append("asks"))
     loader.start([])
     loader.close()
-    assert told[:2] == ["waits", "asks"]
+    assert calls[:2] == ["waits", "asks"]
 
 
 def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda):
@@ -99,12 +99,12 @@ def test_no_copy_runs_on_a_stream_that_computes(cuda, monkeypatch):
 
 
 def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied():
-    is_copying, may_end, told = threading.Event(), threading.Event(), []
+    is_copying, may_end, events = threading.Event(), threading.Event(), []
 
     def copy(*_: object) -> int:
         is_copying.set()
         may_end.wait(60)
-        told.append("copied")
+        events.append("copied")
         return 0
 
     source: Any = SimpleNamespace(
@@ -117,10 +117,10 @@ def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied():
     assert is_copying.wait(60)
     threading.Timer(0.1, may_end.set).start()
     load.abandon(FetchError("a test"))
-    told.append("abandoned")
+    events.append("abandoned")
     copying.join()
     load.copy(1)
-    assert told == ["copied", "abandoned"], "and of what comes later nothing is"
+    assert events == ["copied", "abandoned"], "and of what comes later nothing is"
 
 
 def test_a_long_load_takes_no_more_of_the_devices_memory_than_a_forwards_tokens():

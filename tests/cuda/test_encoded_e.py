@@ -70,7 +70,7 @@ def test_a_ranks_columns_of_e_need_not_be_whole_heads():
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
 def test_two_streams_may_encode_and_decode(codec):
-    """They are the first of an offload and the first of a load, which no fence orders."""
+    """No fence orders the first encoding of an offload and the first decoding of a load."""
     values = torch.randn(4, HEAD_DIM)
     with VirtualCuda() as cuda:
         offloads, loads = torch.cuda.Stream(), torch.cuda.Stream()

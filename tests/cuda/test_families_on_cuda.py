@@ -142,8 +142,8 @@ def play(
             engine.loading(plain[:NUM_PREFIX], BLOCK, memory[0], PEER, "plain"),
             engine.loading(mapped[:NUM_PREFIX], BLOCK, memory[1], PEER, "mapped", MAP),
         ]
-        for it in requests:
-            land(it.source.staging, {step: values[step] for step in it.plan.steps})
+        for request in requests:
+            land(request.source.staging, {step: values[step] for step in request.plan.steps})
         parts = (
             Part(TOKENS, plain, NUM_PREFIX, "plain"),
             Part(TOKENS, mapped, NUM_PREFIX, "mapped"),

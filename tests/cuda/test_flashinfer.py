@@ -171,8 +171,8 @@ def play(sender: Path, receiver: Path) -> list[float]:
 
 
 def test_a_plan_reads_its_lengths_back_before_it_writes_its_workspace():
-    """So the next plan's page-locked memory needs no fence of ours: by then, the stream has
-    finished reading it."""
+    """The next plan's page-locked memory needs no fence of ours: by then, the stream has finished
+    reading it."""
     source = inspect.getsource(flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan)
     assert (
         0 < source.index('qo_indptr.to("cpu")') < source.index("_pin_memory_int_workspace_buffer")

@@ -189,27 +189,27 @@ def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", gpu.PARTS)
 def test_a_part_says_what_this_machine_lacks(name, monkeypatch):
-    told: list[Found] = []
+    reports: list[Found] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    attempt(gpu.PARTS[name], 16, told.append)
-    assert told == [{"not_run": "there is no CUDA device"}]
+    attempt(gpu.PARTS[name], 16, reports.append)
+    assert reports == [{"not_run": "there is no CUDA device"}]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(parts.importlib.util, "find_spec", lambda _name: None)
     package = {"flashinfer": "flashinfer", **dict.fromkeys(SERVED, "sglang")}.get(name)
     if package is not None:
-        attempt(gpu.PARTS[name], 16, told.append)
-        assert told[1:] == [{"not_run": f"{package} is not installed"}]
+        attempt(gpu.PARTS[name], 16, reports.append)
+        assert reports[1:] == [{"not_run": f"{package} is not installed"}]
 
 
 def test_what_needs_no_sglang_runs_without_it():
     script = [sys.executable, "-c", WITHOUT_SGLANG, *SERVED]
     done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["captured"] == {"wrong_rows": 0}
-    assert "pinned_gb_per_s" in found["pinned"]
+    results = json.loads(done.stdout)
+    assert results["captured"] == {"wrong_rows": 0}
+    assert "pinned_gb_per_s" in results["pinned"]
     for name in SERVED:
-        assert found[name] == {"not_run": "sglang is not installed"}
+        assert results[name] == {"not_run": "sglang is not installed"}
 
 
 def test_the_line_at_the_end_names_what_is_installed():
@@ -222,9 +222,9 @@ def test_what_fails_keeps_what_was_found_before_and_says_why(capsys):
         yield {"tokens": num_tokens}
         raise RuntimeError("no kernel image\nand more")
 
-    told: list[Found] = []
-    attempt(Part(run, 1), 16, told.append)
-    assert told[-1] == {"tokens": 16, "failed": "RuntimeError: no kernel image"}
+    reports: list[Found] = []
+    attempt(Part(run, 1), 16, reports.append)
+    assert reports[-1] == {"tokens": 16, "failed": "RuntimeError: no kernel image"}
     assert "and more" in capsys.readouterr().err, "such as the end of a server's log"
 
 
@@ -263,22 +263,22 @@ def test_what_a_part_has_started_is_stopped_with_it(tmp_path):
     them."""
     script, file = tmp_path / "part.py", tmp_path / "file"
     script.write_text(STUBBORN)
-    found = within([sys.executable, "-S", str(script), str(file)], 2)
-    assert found == {"cut": "it was given 2 s"}
+    result = within([sys.executable, "-S", str(script), str(file)], 2)
+    assert result == {"cut": "it was given 2 s"}
     assert Path(f"{file}.child").read_text() == "stopped"
 
 
 def test_a_part_has_what_those_before_it_left():
-    given = []
+    limits_s = []
 
     def run(_name: str, most_s: float) -> Found:
-        given.append(most_s)
+        limits_s.append(most_s)
         return {}
 
     clock = iter((0.0, 2.0, 2.0, 30.0, 30.0, 31.0))
     some = {name: Part(lambda _: iter(()), most_s) for name, most_s in (("a", 20), ("b", 10))}
     parts.run_all({**some, "c": some["a"]}, run, clock=lambda: next(clock))
-    assert given == [20, 28, 20]
+    assert limits_s == [20, 28, 20]
 
 
 def test_what_a_sanitizer_saw_fail_is_told(tmp_path, monkeypatch):
@@ -479,20 +479,20 @@ def test_file_has_each_result_once_a_part_has_it(tmp_path):
 def replayed(path: Path) -> dict[str, float]:
     """Return how far the stand-in for FlashInfer's kernels is from the kernels' recorded
     results."""
-    it = load_file(path)
+    dump = load_file(path)
     paged: Any = NAMES["BatchPrefillWithPagedKVCacheWrapper"](torch.empty(0), "NHD")
     paged.plan = SimpleNamespace(
         page_size=1,
-        qo_indptr=it["new"],
-        paged_kv_indptr=it["before"],
-        paged_kv_indices=it["slots"],
-        paged_kv_last_page_len=torch.ones(len(it["new"]) - 1, dtype=torch.int32),
+        qo_indptr=dump["new"],
+        paged_kv_indptr=dump["before"],
+        paged_kv_indices=dump["slots"],
+        paged_kv_last_page_len=torch.ones(len(dump["new"]) - 1, dtype=torch.int32),
     )
-    cache, scale = (it["keys"], it["values"]), it["q"].shape[-1] ** -0.5
-    asked = SimpleNamespace(q=it["q"], paged_kv_cache=cache, causal=False, sm_scale=scale)
+    cache, scale = (dump["keys"], dump["values"]), dump["q"].shape[-1] ** -0.5
+    asked = SimpleNamespace(q=dump["q"], paged_kv_cache=cache, causal=False, sm_scale=scale)
     out, lse = paged.compute(asked)
     pairs = {"out": out, "lse": lse}
-    return {name: float((it[name] - told.float()).abs().max()) for name, told in pairs.items()}
+    return {name: float((dump[name] - ours.float()).abs().max()) for name, ours in pairs.items()}
 
 
 def test_flashinfer_on_devices_told_the_same():
@@ -506,6 +506,6 @@ def test_a_dump_is_replayed(tmp_path):
     with VirtualCuda(), patch.object(flashinfer, name, NAMES[name]):
         attention.dump(path, workspace_bytes=64)
     assert replayed(path) == {"out": 0.0, "lse": 0.0}
-    it = load_file(path)
-    save_file({**it, "slots": it["slots"].flip(0)}, path)
+    dump = load_file(path)
+    save_file({**dump, "slots": dump["slots"].flip(0)}, path)
     assert replayed(path)["out"] > BFLOAT16, "of other slots it would be another answer"

@@ -150,8 +150,8 @@ class VirtualCuda:
     stalls: list[Stall] = field(default_factory=list)
     fences: set[Line] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
-    """Threads that have left a stream, once for each time. Afterwards torch sets the device that
-    the thread had before: for a new thread the process's first."""
+    """Threads that have left a stream, once for each time. Torch then sets the device that the
+    thread had before: for a new thread, the process's first."""
     is_capturing: bool = False
     kernels: list[str] = field(default_factory=list)
     """Copy kernels of SGLang that ran, by name."""

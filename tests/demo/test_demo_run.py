@@ -104,7 +104,7 @@ def test_own_pair_is_answered_and_timed(tmp_path, capfd):
     ("number", "num_servers"), [(signal.SIGTERM, 2), (signal.SIGINT, 2), (signal.SIGINT, 1)]
 )
 def test_a_signal_ends_the_servers(tmp_path, number, num_servers):
-    """This also holds for a signal while the servers start."""
+    """The signal may also come while the servers start."""
     with demo(tmp_path) as (process, mark):
         deadline_s = time.monotonic() + 240
         while len(marked_processes(mark)) <= num_servers:

@@ -84,7 +84,6 @@ def test_unwritable_output_is_one_line(capsys, tmp_path):
 
 @pytest.mark.parametrize("action", ["show", "verify", "calibrate"])
 def test_flags_before_an_action_are_refused_and_not_forgotten(capsys, action):
-    """The message has the remedy."""
     flags = ["--dtype", "float32", "--data", "x", "--no-prune"]
     message = f"{action} has no --no-prune; leave it out"
     if action == "show":

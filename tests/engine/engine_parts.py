@@ -173,7 +173,6 @@ class Watcher:
     def wait_for_model(
         self, tokens: Sequence[int], model: ModelId, salt: str | None = None
     ) -> None:
-        """Wait like `wait_for`, for a model by its id."""
         eventually(lambda: self._num_pages(tokens, model, salt) == len(tokens) // PAGE)
         time.sleep(0.1)
 

@@ -83,7 +83,7 @@ class Shelf:
         self.before = before
         slot_bytes = Objects(FAMILY).slot_bytes
         self.slots = [memoryview(bytearray(slot_bytes)) for _ in range(8)]
-        self.kept: dict[str, bytes] = {}
+        self.objects: dict[str, bytes] = {}
         self.calls: list[tuple[str, int]] = []
         self.takes = True
         self.lies = False
@@ -94,22 +94,22 @@ class Shelf:
         self.before("exists")
         if self.lies:
             return len(keys)
-        return next((i for i, key in enumerate(keys) if key not in self.kept), len(keys))
+        return next((i for i, key in enumerate(keys) if key not in self.objects), len(keys))
 
     def read(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> list[bool]:
         self.calls.append(("read", len(keys)))
         self.before("read")
         for key, slot, size in zip(keys, slots, sizes, strict=True):
-            if key in self.kept:
-                self.slots[slot][:size] = self.kept[key]
-        return [key in self.kept for key in keys]
+            if key in self.objects:
+                self.slots[slot][:size] = self.objects[key]
+        return [key in self.objects for key in keys]
 
     def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
         self.calls.append(("write", len(keys)))
         self.before("write")
         for key, slot, size in zip(keys, slots, sizes, strict=True):
             if self.takes:
-                self.kept[key] = bytes(self.slots[slot][:size])
+                self.objects[key] = bytes(self.slots[slot][:size])
         return self.takes
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def cache_over(shelf: Shelf, clock: Clock = time.monotonic, **config: Any) -> Ca
 class PointerStore(HiCacheStorage):
     """A backend that moves memory by address, only through the registered host pool."""
 
-    kept: ClassVar[dict[str, bytes]] = {}
+    objects: ClassVar[dict[str, bytes]] = {}
 
     def __init__(self, config: Any, _kwargs: Any) -> None:
         self.suffix = f"{config.model_name}_{config.tp_rank}"
@@ -139,20 +139,20 @@ class PointerStore(HiCacheStorage):
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, _extra: Any = None) -> Any:
         for name, address, size in self._halves(keys, host_indices):
-            self.kept[name] = ctypes.string_at(address, size)
+            self.objects[name] = ctypes.string_at(address, size)
         return [True] * len(keys)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, _extra: Any = None) -> Any:
         halves = self._halves(keys, host_indices)
         for name, address, size in halves:
-            if name in self.kept:
-                assert len(self.kept[name]) == size
-                ctypes.memmove(address, self.kept[name], size)
-        is_stored = [name in self.kept for name, _, _ in halves]
+            if name in self.objects:
+                assert len(self.objects[name]) == size
+                ctypes.memmove(address, self.objects[name], size)
+        is_stored = [name in self.objects for name, _, _ in halves]
         return [all(pair) for pair in zip(is_stored[::2], is_stored[1::2], strict=True)]
 
     def exists(self, key: str) -> bool:
-        return f"{key}_{self.suffix}_v" in self.kept
+        return f"{key}_{self.suffix}_v" in self.objects
 
     def get(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""Script that runs in a server before it starts. The server retracts requests again and again, as
-if its KV pool were full, and every reuse pays."""
+"""Script that runs in a server before it starts. Every reuse pays, and the server retracts requests
+again and again, as if its KV pool were full."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     author ──copy──► worker (memory, disk) ◄── fault proxy ◄── reader
 
 Both engines run one model, so that reuse and full prefill must answer alike. The reader is asked
-about documents that the worker has, while frames are delayed, dropped, doubled, cut, flipped or
-stalled, connections are cut, and the worker is killed (once a minute at least), stopped, and
+about documents that the worker has. Meanwhile frames are delayed, dropped, doubled, cut, flipped or
+stalled, and connections are cut. The worker is stopped, or killed (once a minute at least) and
 restarted, with shared memory in every other life. Afterwards the reader holds no more descriptors
 and threads than before, and no memory of fetches. The run ends in one JSON line. The exit status is
 1 if a request failed, had another answer, or was later than its deadline allows.

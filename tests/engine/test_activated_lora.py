@@ -147,7 +147,8 @@ def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(team):
 
 
 def test_events_call_it_by_its_name(team):
-    """The base model has no such page, not even for a request with the same tokens."""
+    """No event names such a page for the base model, not even for a request with the same
+    tokens."""
 
     def names() -> set[str | None]:
         tokens = [*plain_prompt(90, 50), *INVOCATION, *plain_prompt(20, 51)]

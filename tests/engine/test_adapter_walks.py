@@ -85,7 +85,7 @@ class Engine:
         self._rng = rng
         self.contents: dict[int, Content] = {}
         self.trees: dict[tuple[str | None, PageHash], int] = {}
-        """For each adapter and page hash: the page in the pool that has the slots."""
+        """Page in the pool that has the slots, by adapter and page hash."""
         self.children: dict[tuple[str | None, PageHash], set[PageHash]] = {}
         self.running: list[Running] = []
 

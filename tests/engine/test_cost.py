@@ -52,7 +52,6 @@ def test_lengths_that_were_served_are_predicted(device, noise):
 
 @pytest.mark.parametrize("tokens", [Span(0, 5000), Span(0, 16000), Span(8000, 16000)])
 def test_what_launches_take_does_not_distort_what_tokens_take(tokens):
-    """The earlier passes change nothing either."""
     lengths = (16, 32, 64, 128, 256, 800, 3000, 8000)
     cost = served(launch_bound, 0.03, lengths).cost
     assert cost is not None
@@ -178,7 +177,7 @@ def test_a_meter_knows_what_it_has_seen():
     ],
 )
 def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(blocks, is_measured):
-    """Otherwise refreshed layers would count as layers of the block."""
+    """Layers of the batch's other blocks would otherwise count as layers of this one."""
     ran = []
     meter = Meter("cpu", 4, 96, SHAPE)
     forwards: Any = SimpleNamespace(

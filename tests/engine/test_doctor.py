@@ -186,7 +186,8 @@ def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(tmp_path
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_adapters_are_enabled_in_the_file(tmp_path, is_enabled):
-    """If they are, profiles of adapters count as this server's, as they do at its start."""
+    """If the file enables adapters, their profiles count as this server's, as at the server's
+    start."""
     change = {"model-path": "examples/pairs/weights/foundation", "enable-lora": is_enabled}
     profiles = ["examples/pairs/sender_lora_to_receiver_lora.json"]
     assert checked(tmp_path, change, profiles=profiles)["settings"].ok == is_enabled

@@ -83,7 +83,8 @@ def test_block_equals_the_oracle(trio, block):
 
 
 def test_blocks_differ_from_each_other_and_from_own_prefill(trio):
-    """Without this the equality above could hold for a server that ignores the block."""
+    """A server that ignores the block would pass the other tests if all blocks had equal
+    answers."""
     tokens = prompt(200, seed=103)
     answers = [trio.models.expected(RECEIVER, BASE, tokens, block) for block in BLOCKS]
     assert len({tuple(round(x, 4) for x in it.logprobs) for it in answers}) == len(BLOCKS)
@@ -182,7 +183,7 @@ def test_own_exact_prefix_comes_before_the_senders_pages(trio):
 
 @ONE_FAMILY
 def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio):
-    """This holds each time, while both servers have other work."""
+    """Both servers have other work meanwhile."""
     is_over = threading.Event()
 
     def keep_busy(server: Server, seed: int) -> None:
@@ -283,8 +284,8 @@ def test_an_experiment_stays_out_of_the_receivers_own_cache(trio):
 
 
 def test_mode_off_reads_exact_kv_only(trio):
-    """This holds whatever earlier reuse has left on the device, also between the chunks of a
-    prefill."""
+    """Approximate KV of earlier requests is on the device, and is not read between the chunks of a
+    prefill either."""
     tokens = prompt(300, seed=19)
     trio.send(BASE, tokens)
     reused = trio.ask(RECEIVER, tokens)

@@ -193,7 +193,7 @@ def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path):
 
 
 def test_what_is_being_written_is_written_before_it_ends(tmp_path):
-    """A worker does so too: it writes the entries that wait for its disk, in more than two
+    """A worker, for example, writes the entries that wait for its disk. This may take more than two
     seconds."""
     port, file = servers.free_port(), tmp_path / "written"
     program = f"""
@@ -305,7 +305,8 @@ def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
 def test_servers_of_one_device_start_one_after_the_other(
     tmp_path, monkeypatch, options, env, order
 ):
-    """Otherwise SGLang would take memory for its own KV that another server is about to use."""
+    """If two servers started at once, SGLang would take memory for the KV of one that the other is
+    about to use."""
     happened: list[str] = []
 
     class Started:

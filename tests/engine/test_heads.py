@@ -181,7 +181,7 @@ def test_a_step_counts_a_head_in_full_and_never_loads_a_head_only():
 
 @pytest.mark.parametrize(("num_approximate", "reads"), [(2, False), (3, True)])
 def test_a_request_for_which_the_device_has_a_head_only_computes_exact_kv(num_approximate, reads):
-    """So other requests may read all of its pages."""
+    """Other requests may read all pages of such a request."""
     cache, req = Asked(held=Held(0, num_approximate)), request()
     waiting, _ = waiting_with(cache)
     waiting._planner.plan = lambda *_: Declined("no_match")

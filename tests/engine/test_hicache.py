@@ -310,11 +310,11 @@ def test_a_backend_that_uses_the_host_pool(monkeypatch):
     tiers = [hicache_tier("dynamic", config, {MODEL: (E_LAYER,)}, Counts())]
     with Cache(FAMILY, CacheConfig(serves=False), tiers=tiers) as sender:
         store_and_wait(sender, prompt(0, 100))
-    assert len(PointerStore.kept) == 2 * 500
+    assert len(PointerStore.objects) == 2 * 500
     with Cache(FAMILY, CacheConfig(serves=False), tiers=tiers) as receiver:
         assert search(receiver, prompt(0, 100)) == 100
         fetch(receiver, prompt(0, 100), Span(0, 100))
-        PointerStore.kept.popitem()
+        PointerStore.objects.popitem()
         with pytest.raises(StaleEntry):
             fetch(receiver, prompt(0, 100), Span(0, 100))
 

@@ -87,7 +87,8 @@ def test_a_backend_that_raises_is_left_alone():
 
 
 def test_what_could_not_be_written_is_written_with_what_comes_after_it():
-    """Otherwise no prompt that begins with these pages would match while they are in memory."""
+    """If it were not, no prompt that begins with the failed pages would match while they are in
+    memory."""
     shelf, pages = Failing(), prompt(0)
     with cache_over(shelf) as cache, cache_over(shelf) as other:
         shelf.fails = True
@@ -159,7 +160,7 @@ def test_an_entry_that_takes_longer_than_its_lease_is_written_part_by_part(monke
 
 
 def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend():
-    """In this test the entry has been stored again, without E."""
+    """The entry has been stored again, without E."""
     shelf = Hanging()
     shelf.hangs_at = "write"
     with cache_over(shelf) as cache:
@@ -262,7 +263,7 @@ def test_what_is_missing_has_not_been_read(num_left):
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
         noted = notes_of(cache)
-        shelf.kept = dict(list(shelf.kept.items())[-8:][:num_left])  # E is written last.
+        shelf.objects = dict(list(shelf.objects.items())[-8:][:num_left])  # E is written last.
         with pytest.raises(StaleEntry):
             fetch(cache, prompt(0), Span(0, 8))
         eventually(lambda: noted)

@@ -66,7 +66,6 @@ class Index:
         self.tiers: dict[str, dict[int, tuple[int, ...]]] = {it.value: {} for it in StorageMedium}
 
     def receive(self) -> None:
-        """Receive one batch of events."""
         _topic, number, payload = self._socket.recv_multipart()
         assert int.from_bytes(number, "big") >= self.num_batches
         self.num_batches = int.from_bytes(number, "big") + 1

@@ -99,8 +99,8 @@ def test_an_answer_names_the_sender_where_the_server_knows_its_name(counts):
 
 @pytest.mark.parametrize("is_approximate", [False, True])
 def test_it_is_exact_where_what_it_read_was(labels, counts, is_approximate):
-    """The outcome of its plan does not matter: KV in the namespace that it reads may be another
-    model's."""
+    """The outcome of the request's plan does not decide: its namespace may have another model's
+    KV."""
     req = request()
     labels.note(req, RequestProvenance(outcome="no_match"))
     prefixes.move(req, approximate=is_approximate)

@@ -269,7 +269,7 @@ def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("adopts", [False, True, torch.OutOfMemoryError("a test")], ids=repr)
 def test_what_is_loaded_without_e_is_the_requests_to_tell(rig, adopts, fails):
-    """If a full prefill has computed the tokens instead, they have E."""
+    """If a full prefill has computed the tokens instead, the tokens have E."""
     request = rig.loading(num_landed=0 if fails else None)
     request.load.plan, source = replace(PLAN, sender=PLAN.receiver), request.load.source
     adopt_e = source.adopt_e if adopts is False else MagicMock(side_effect=[adopts])
@@ -340,7 +340,7 @@ def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig):
 
 
 def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig):
-    """This also holds if the request's namespace does not say so."""
+    """The KV counts as another model's even if the request's namespace does not say so."""
     request = rig.loading()
     request.load.source.adopt_e = MagicMock(return_value=True)  # type: ignore[method-assign]
     assert rig.end(rig.launch(request))

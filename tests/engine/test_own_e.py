@@ -37,7 +37,7 @@ class Rig:
         self.cache = cache
         self.stored: list[Change] = []
         self.copied: set[tuple[int, ...]] = set()
-        """Slots whose content was stored."""
+        """Slots with content that was stored."""
         cache.tree.subscribe(self.stored.append)
 
     def store(self, pages: list[PageHash], num_loaded: int, num_before: int = 0) -> None:

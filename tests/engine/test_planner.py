@@ -96,7 +96,7 @@ def planned(
     [(1, 1, True), (96, 6, True), (97, 6, False), (111, 6, False), (111, 7, True), (113, 7, False)],
 )
 def test_fewer_tokens_than_the_least_are_not_loaded(min_tokens, num_pages, is_enough):
-    """This also holds if the least number is no whole number of pages."""
+    """The least number of tokens need not be a whole number of pages."""
     decision = plan(num_pages, sender=R, min_tokens=min_tokens)
     assert hasattr(decision, "plan") == is_enough
     if not is_enough:
@@ -363,7 +363,7 @@ def test_who_has_a_plan_waits_for_what_more_would_save(block, sender, num_there,
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over():
-    """Its wait is not limited by its saving either."""
+    """The plan's saving does not limit the request's wait either."""
     decision = plan(controls={"block": "3:6"}, gate="none")
     assert (decision.plan.block, decision.demand, decision.patience.saving_s) == (
         Span(3, 6),

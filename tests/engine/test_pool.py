@@ -152,8 +152,8 @@ def test_what_was_loaded_has_no_e(shelf):
 
 
 def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf):
-    """This holds even if a plan was made with the E of the evicted pages. Pages that are computed
-    again have E."""
+    """Loaded pages have no E even if a plan was made with the E of the evicted pages. Pages that
+    are computed again have E."""
     pages = pages_of(6)
     shelf.insert(pages)
     assert shelf.e_pages(pages) == 6
@@ -178,7 +178,7 @@ def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf):
 
 
 def test_what_was_inserted_unnoted_counts_as_without_e(shelf):
-    """Such pages appear if their adapter was unknown when the pages came into the tree."""
+    """Pages are unnoted if their adapter was unknown when the pages came into the tree."""
     pages = pages_of(6)
     shelf.insert(pages, num_there=4)
     assert shelf.e_pages(pages) == 0

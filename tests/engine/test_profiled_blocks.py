@@ -57,7 +57,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """What the profiler measures for one question with one block."""
+    """Results of the profiler for one question with one block."""
 
     document: Document
     question: Question

@@ -145,7 +145,7 @@ def test_any_other_request_is_planned_and_stored():
 
 
 def test_what_descends_from_approximate_kv_is_let_go_in_its_turn():
-    """The node is never offered again, because it does not become exact."""
+    """The node does not become exact, so it is never offered again."""
     req = request()
     prefixes.move(req, approximate=True)
     put, noted = inserted(req)

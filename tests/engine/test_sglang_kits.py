@@ -152,7 +152,7 @@ def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str
     from sglang.test import kl_test_utils
 
     chance = random.Random(3)
-    given = {
+    fixtures = {
         "base_url": server.url,
         "model": str(model),
         "api_key": "none",
@@ -169,8 +169,8 @@ def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str
         "kl_div_decode_max_new_tokens": 16,
     }
     # The kit would download LongBench, but looks here first: its default length and number.
-    kl_test_utils._cached_input_ids[f"{model}_3000_48"] = given["input_ids"]
-    kit = type("Kit", (*kits, unittest.TestCase), given)
+    kl_test_utils._cached_input_ids[f"{model}_3000_48"] = fixtures["input_ids"]
+    kit = type("Kit", (*kits, unittest.TestCase), fixtures)
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(kit)
     tests = [it for it in suite if it._testMethodName not in NEED_ANSWERS]
     result = unittest.TestResult()
@@ -194,7 +194,7 @@ def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str
     ],
 )
 def test_sglangs_own_tests_come_out_as_without_the_extension(model, name, options, env, tmp_path):
-    found = []
+    results = []
     settings = {"host_gb": 0.1, "capture_layers": [1]}
     for folder, droidspeak in (("without", None), ("with", settings)):
         spec = ServerSpec(
@@ -204,7 +204,7 @@ def test_sglangs_own_tests_come_out_as_without_the_extension(model, name, option
             droidspeak=droidspeak,
         )
         with running(spec, folder=tmp_path / folder, env={**ENV, **env}) as (server,):
-            found.append(outcomes(server, model, kits(name)))
-    without, with_extension = found
+            results.append(outcomes(server, model, kits(name)))
+    without, with_extension = results
     assert without == dict.fromkeys(without, "passed")
     assert with_extension == without

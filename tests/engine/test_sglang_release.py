@@ -152,8 +152,8 @@ def test_whatever_is_called_of_its_objects_is_recorded():
 
 
 def test_the_forwards_of_models_whose_layers_are_run_are_recorded():
-    """For each supported class, the record has the loop over its layers and the forward of one
-    layer."""
+    """The record has the loop over the layers and the forward of one layer, for each supported
+    class."""
     folder, names = "sglang.srt.models", set()
     for path in sorted(probe.installed().joinpath(*folder.split(".")).glob("*.py")):
         text = path.read_text()

@@ -185,7 +185,7 @@ def served(
 
 @pytest.fixture(autouse=True)
 def _one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one key, each run chooses the same requests."""
+    """Set one key, so that each run chooses the same requests."""
     monkeypatch.setattr(shadows, "_KEY", b"a server's")
 
 
@@ -298,7 +298,7 @@ def test_some_requests_go_as_they_came(options):
 @pytest.mark.parametrize("parts", [[KEY], [KEY, "cached_tokens"], ["prompt_token_ids"]], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_lacks_a_part_is_not_kept(parts, stream):
-    """An aborted request has none of these parts if it was in no batch yet."""
+    """The answer of a request that was aborted before its first batch has none of these parts."""
     manager, alone = (Manager(REUSED, guard(it)) for it in (1.0, 0.0))
     manager.lacks = alone.lacks = tuple(parts)
     assert served(manager, asked(stream=stream)) == served(alone, asked(stream=stream))
@@ -455,7 +455,7 @@ def test_an_answer_of_replaced_weights_is_not_compared(lora_ids, outcome, caplog
 
 @pytest.mark.parametrize("now", [None, "v2"])
 def test_an_adapter_that_was_unloaded_is_not_asked_for(now):
-    """If it were asked for, SGLang would load it again."""
+    """If the adapter were asked for, SGLang would load it again."""
     manager = Manager(REUSED, guard())
 
     async def unload() -> None:

@@ -31,7 +31,7 @@ NUM_RUNS = 3
 
 
 STALLING = "stalling"
-"""Name of a model whose worker never sends the last layer."""
+"""Name of the model of the worker that never sends the last layer."""
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,7 @@ def test_bad_settings_are_refused_with_their_remedy(model, extra, words):
     [("cuda", 6.0, False), ("cuda", 6.1, True), ("cpu", 0.1, True)],
 )
 def test_memory_that_all_ranks_page_lock_has_to_be_free(model, monkeypatch, device, free, is_well):
-    """If it were not free, the system would end the server after the model was loaded."""
+    """Without that memory, the system would end the server after the model was loaded."""
     resolved = engine.resolved
     monkeypatch.setattr(engine, "resolved", lambda it: Altered(resolved(it), "device", device))
     monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: int(free * (1 << 30)))
@@ -387,7 +387,7 @@ def test_every_argument_that_is_looked_at_is_tried(accepted):
 def test_a_quantisation_that_sglang_takes_from_the_checkpoint_is_not_the_flags(
     tmp_path, monkeypatch
 ):
-    """SGLang does this with some models on Blackwell."""
+    """On Blackwell, SGLang sets the argument itself for some models."""
     from sglang.srt.arg_groups.model_overrides import qwen3_moe
 
     config = shape("qwen3_moe", layers=2, hidden=64, heads=2, kv_heads=1)
@@ -468,7 +468,7 @@ FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "quant_method": "model
     ],
 )
 def test_quantised_checkpoint_is_refused(model, tmp_path, config, name):
-    """The checkpoint says this in its config, or in a file beside it."""
+    """The checkpoint states its quantisation in its config, or in a file beside it."""
     quantised = quantised_as(config or {}, model, tmp_path)
     if config is None:
         shutil.copy(model / "config.json", quantised)

@@ -324,7 +324,7 @@ def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path):
 
 @pytest.mark.slow
 def test_no_rank_touches_sglangs_tree_alone(tmp_path):
-    """SGLang itself ends a server whose ranks call its tree differently. Here requests wait for
+    """SGLang itself ends a server if its ranks call its tree differently. Here requests wait for
     slots that other requests have, and their pages are evicted meanwhile."""
     models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
     spec = servers.ServerSpec(

@@ -123,8 +123,6 @@ class Rank:
 
 @dataclass(eq=False)
 class Fetch:
-    """A fetch and its end."""
-
     plan: Plan
     begun_s: float
     num_landed: int = 0

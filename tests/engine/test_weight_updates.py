@@ -271,8 +271,8 @@ def usable(server: Server) -> set[float]:
 
 
 def value_of(server: Server, metric: str, label: str) -> float:
-    found = scraped(f"{server.url}/metrics").items()
-    return sum(it for (name, *labels), it in found if name == metric and label in labels)
+    samples = scraped(f"{server.url}/metrics").items()
+    return sum(it for (name, *labels), it in samples if name == metric and label in labels)
 
 
 def update(server: Server, path: str, **body: Any) -> bool:

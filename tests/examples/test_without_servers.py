@@ -21,7 +21,7 @@ ASKED = {
     "lora_roles.py": ("--server", "reached"),
     "rl_loop.py": ("--sglang", FIRST),
 }
-"""For each example: the flag that names a server, and words of the line that it prints."""
+"""Flag that names a server, and words of the line that the example prints, by example."""
 RUN = """
 import json, os, runpy, sys, tempfile
 import profiles.compute.models, sglang  # These take nearly all of an example's time.

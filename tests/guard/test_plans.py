@@ -393,8 +393,8 @@ class Inheriting:
         self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
 
 
-def heir(sender: int, receiver: int, found: tuple[float, ...] = NOTHING) -> LineProfile:
-    return LINE.inherited(V[sender], V[receiver], found)
+def heir(sender: int, receiver: int, distances: tuple[float, ...] = NOTHING) -> LineProfile:
+    return LINE.inherited(V[sender], V[receiver], distances)
 
 
 def loaded(sender: int, receiver: int, tv: float, document: str = "") -> Shadow:
@@ -458,7 +458,7 @@ def test_the_record_has_no_pairs_that_inherit(tmp_path):
 def test_a_pair_that_changed_too_much_has_no_plan_and_is_told(tmp_path):
     planner = Inheriting()
     guard = guard_of(planner, tmp_path / "guard.json")
-    guard.inherit([heir(1, 3, found=(0.5,) * 11), heir(2, 3)])
+    guard.inherit([heir(1, 3, distances=(0.5,) * 11), heir(2, 3)])
     assert states(planner) == ["too_far", "probation"]
     far = planner.profiles[V[1].model_id, V[3].model_id]
     assert not far.is_usable and "changed by 0.5" in far.reason

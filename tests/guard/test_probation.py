@@ -53,8 +53,8 @@ def test_a_pair_at_half_of_what_is_allowed_passes_without_an_alarm(traffic):
 
 @pytest.mark.parametrize(("traffic", "most_wrong"), [(independent, 0.05), (clustered, 0.55)])
 def test_errors_at_exactly_what_is_allowed(traffic, most_wrong):
-    """With exactly the allowed mean, either end is an error. Independent documents keep both errors
-    rare."""
+    """Either end is an error if the mean is exactly the allowed one. Independent documents keep
+    both errors rare."""
     counts, _ = ends(traffic, ALLOWED)
     assert counts["over"] <= most_wrong * NUM_PAIRS
     assert counts["off"] <= (0.01 if traffic is independent else 0.25) * NUM_PAIRS

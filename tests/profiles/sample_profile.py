@@ -120,5 +120,4 @@ def bare(profile: MeasuredProfile) -> MeasuredProfile:
 
 
 def place_of(profile: MeasuredProfile, block: Span) -> int:
-    """Position of the block in the frontier."""
     return [it.block for it in profile.frontier].index(block)

@@ -83,7 +83,7 @@ def byte_pairs():
 
 
 def test_contexts_that_differ_in_white_space_alone_are_one():
-    """The split and the gate count them as one context."""
+    """The split and the gate count such contexts as one."""
     one, other = "a b c d e f", "a b  c d e f\n"
     (document,) = make((one, "x ?", "y"), (other, "z ?", "y"))
     assert len(document.questions) == 2

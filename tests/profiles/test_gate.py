@@ -105,7 +105,7 @@ def rate(world: World, size: int, happens: Callable[[Sample], bool]) -> float:
     ids=["rare", "just too rare", "dense", "uneven", "very uneven", "rare and large"],
 )
 def test_the_bound_covers_the_true_loss_as_often_as_it_says(world, truth, size):
-    """So a pair that loses more than the tolerance passes no more often than the error rate."""
+    """A pair that loses more than the tolerance passes no more often than the error rate."""
     assert rate(world, size, lambda it: loss_bound(*it) < truth) <= ERROR_RATE + SCATTER
 
 
@@ -127,7 +127,7 @@ def test_rare_contexts_with_many_questions_have_the_usual_bound(size):
 
 @pytest.mark.parametrize("share", [0.03, 0.3])
 def test_a_mean_is_below_its_bound_as_often_as_it_says(share):
-    """There are a hundred contexts, of which that share is completely lost."""
+    """A known share of a hundred contexts is completely lost."""
     rng, bounds = np.random.default_rng(3), []
     for _ in range(NUM_RUNS):
         drawn = (rng.random(100) < share).astype(float)
@@ -158,8 +158,7 @@ def test_the_bound_is_of_use():
 
 
 def many(rng: np.random.Generator, losses: list[float], size: int) -> list[float]:
-    """Return the bounds of plans on the same contexts. Each plan has the true loss that is
-    given."""
+    """Return the bounds of plans on the same contexts, each plan with its true loss."""
     full = [[1.0] * NUM_QUESTIONS] * size
     return [loss_bound(full, rare(it)(rng, size)[1]) for it in losses]
 

@@ -110,7 +110,7 @@ def test_prompts_are_no_longer_than_the_model_takes_whatever_is_asked_for():
 
 
 def test_maps_are_fitted_on_some_contexts_of_what_is_named(tmp_path):
-    """The others need not fit into memory, and stay unused."""
+    """The other contexts need not fit into memory, and stay unused."""
     write_records(make_records("more", 5, NUM_FITTED + 1), tmp_path / "more.jsonl")
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     named = {"fit_data": (str(tmp_path / "more.jsonl"),), "e_correction": True}
@@ -184,7 +184,7 @@ def test_the_hardware_is_what_was_run_on(tmp_path, monkeypatch):
 
 
 def test_another_way_to_ask_has_another_journal(tmp_path):
-    """For example, a calibration is continued with prompts that are cut at another length."""
+    """An example is a calibration that continues with prompts cut at another length."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     settings = Settings(out=tmp_path / "pair.json")
     sources = load_sources([str(DATA / "train.jsonl")], OPTIONS)

@@ -36,7 +36,7 @@ def document_of(pair: Pair, number: int) -> Document:
 
 
 def test_quality_has_as_many_digits_as_a_profile_keeps():
-    """Otherwise a reader of the profile could not recompute the verdict."""
+    """A reader of the profile can recompute the verdict only from the same digits."""
     says = SimpleNamespace(decode=lambda *_, **__: "w5 w6")
     answerer = Answerer(model=None, tokenizer=says, ends=frozenset(), room=None)
     assert answerer.quality(make_document(32, 1), 0, ()) == 0.6667, "two thirds of F1"
@@ -70,7 +70,7 @@ def test_scores_are_the_oracles(pair):
 
 
 def test_logits_that_are_not_finite_end_the_run(pair):
-    """In a journal, such scores could not be told from answers that were not decoded."""
+    """A journal could not tell such scores from answers that were not decoded."""
     document = document_of(pair, 0)
     _, receiver = answerers(pair, [document], 2.0)
     own = receiver.model.prefix(document.prefix, ()).kv
@@ -83,7 +83,7 @@ def test_logits_that_are_not_finite_end_the_run(pair):
 
 
 def test_a_distance_is_1_at_most_however_sums_are_rounded(pair, monkeypatch):
-    """With a distance above 1, the drift guard would have no bound."""
+    """A distance above 1 would leave the drift guard without a bound."""
     document = document_of(pair, 0)
     _, receiver = answerers(pair, [document], 2.0)
     own = receiver.model.prefix(document.prefix, ()).kv

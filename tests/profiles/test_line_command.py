@@ -48,12 +48,12 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return few contexts: some to choose with, some to judge with."""
-    folder, found = tmp_path_factory.mktemp("few"), []
+    folder, data = tmp_path_factory.mktemp("few"), []
     for flag, name in (("--data", "train"), ("--held-out", "held_out")):
         write_records(read_records(DATA / f"{name}.jsonl")[:9], folder / f"{name}.jsonl")
-        found += [flag, str(folder / f"{name}.jsonl")]
+        data += [flag, str(folder / f"{name}.jsonl")]
     few = [*FAST, "--group", "6", "--plans", "2", "--timing-seconds", "0", "--tolerance", "0.9"]
-    return [*found, *ASKED, *few]
+    return [*data, *ASKED, *few]
 
 
 def profiled(out: Path, few: list[str], *models: Path | str) -> tuple[int, str]:

@@ -39,7 +39,7 @@ FAMILIES = {
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
 }
-"""For each family: the sizes in its config that have other names than in llama's."""
+"""Sizes in the config of each family that have other names than in llama's."""
 
 
 def make_model(family: str, seed: int, **changed: object) -> PreTrainedModel:

@@ -446,7 +446,7 @@ def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_p
 
 
 def test_every_task_has_to_be_judged(unseen, tmp_path, capsys):
-    """If not, a task with training contexts alone could fail without being noticed."""
+    """A task with training contexts only could otherwise fail unnoticed."""
     moves = tmp_path / "moves.jsonl"
     write_records(make_records("moves", 1, 2, "moves"), moves)
     data = ["--data", str(moves), "--data", TRAIN, "--held-out", str(unseen), *ASKED]

@@ -199,7 +199,6 @@ def test_a_row_for_each_task_says_what_is_known_there(tmp_path):
 
 
 def said(profile: MeasuredProfile) -> dict[str, str]:
-    """Return the text of the summary."""
     return dict(tables.summary(profile).rows)
 
 

@@ -276,7 +276,7 @@ def first() -> tuple[Pair, Document]:
 
 
 def recomputed(blended, theirs) -> list[set[int]]:
-    """Return the tokens whose KV differs from the sender's, by layer."""
+    """Return the tokens with KV that differs from the sender's, by layer."""
     return [
         set((ours[0] != given[0]).any(-1).any(1)[0].nonzero()[:, 0].tolist())
         for ours, given in zip(blended, theirs, strict=True)
