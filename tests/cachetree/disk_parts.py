@@ -83,10 +83,7 @@ def views_of(
 
 
 def change_of(
-    model: ModelId,
-    pages: Sequence[PageHash],
-    parent: PageHash | None = None,
-    part: Part = KV,
+    model: ModelId, pages: Sequence[PageHash], parent: PageHash | None = None, part: Part = KV
 ) -> Change:
     """Return the change that adds these pages."""
     return Change(added=True, model=model, part=part, parent=parent, pages=tuple(pages))

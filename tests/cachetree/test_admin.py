@@ -64,12 +64,7 @@ def test_match_says_who_has_how_much(run, tmp_path):
     salted = page_hashes(tokens, 16, bytes(32))
     file = tmp_path / "tokens"
     file.write_text(" ".join(map(str, tokens)))
-    holding = {
-        "model": MODEL,
-        "location": "local",
-        "num_pages": 4,
-        "e_pages": {str(E_LAYER): 4},
-    }
+    holding = {"model": MODEL, "location": "local", "num_pages": 4, "e_pages": {str(E_LAYER): 4}}
     with cache_of() as cache:
         store(cache.tree, pages[:4])
         assert run("match", cache.address, "--pages", *hexes(pages))["holdings"] == [holding]

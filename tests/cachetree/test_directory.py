@@ -24,14 +24,7 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import (
-    Cache,
-    CacheConfig,
-    ConfigError,
-    Deadline,
-    Location,
-    PeerConfig,
-)
+from cachetree import Cache, CacheConfig, ConfigError, Deadline, Location, PeerConfig
 from cachetree.transport import Peers, Worker
 from cachetree.transport import peers as peers_module
 from cachetree.transport.address import Address

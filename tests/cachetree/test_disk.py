@@ -114,10 +114,7 @@ def test_leading_pages_that_are_there_are_skipped(tmp_path):
         assert write(store, A, "abc")
         assert files_bytes(tmp_path) == before
         assert write(store, A, "abcde")
-        assert [span for _, span in store.find(A, path_of("abcde"))] == [
-            Span(0, 3),
-            Span(0, 2),
-        ]
+        assert [span for _, span in store.find(A, path_of("abcde"))] == [Span(0, 3), Span(0, 2)]
         assert num_right(store, A, "abcde") == 5
 
 

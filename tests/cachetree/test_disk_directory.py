@@ -10,15 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from disk_parts import (
-    FAMILY,
-    A,
-    data_files,
-    files_bytes,
-    num_right,
-    open_store,
-    write,
-)
+from disk_parts import FAMILY, A, data_files, files_bytes, num_right, open_store, write
 
 from cachetree.disk.directory import new_file
 from cachetree.errors import ConfigError

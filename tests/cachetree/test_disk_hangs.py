@@ -15,16 +15,7 @@ from disk_parts import data_files
 from tier_parts import PROMPT_BYTES, fetch, num_at, plan_of, prompt, store_and_wait
 from transport_parts import FAMILY, MODEL, PARTS, eventually, store
 
-from cachetree import (
-    DISK,
-    STALL_S,
-    Cache,
-    CacheConfig,
-    Deadline,
-    FetchError,
-    Span,
-    StaleEntry,
-)
+from cachetree import DISK, STALL_S, Cache, CacheConfig, Deadline, FetchError, Span, StaleEntry
 from cachetree.disk import DiskStore
 from cachetree.metrics import METRICS, health_of
 

@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from disk_parts import (
-    A,
-    B,
-    files_bytes,
-    num_right,
-    open_store,
-    path_of,
-    random_texts,
-    write,
-)
+from disk_parts import A, B, files_bytes, num_right, open_store, path_of, random_texts, write
 
 from cachetree.disk import DiskStore
 from cachetree.ids import KV, ModelId, PageHash, Part

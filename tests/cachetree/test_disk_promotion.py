@@ -24,16 +24,7 @@ from transport_parts import (
     store,
 )
 
-from cachetree import (
-    DISK,
-    Cache,
-    Deadline,
-    FetchError,
-    Location,
-    ModelId,
-    PageHash,
-    StaleEntry,
-)
+from cachetree import DISK, Cache, Deadline, FetchError, Location, ModelId, PageHash, StaleEntry
 from cachetree.disk import DiskTier
 from cachetree.ids import LOCAL, Span
 from cachetree.memory import scatter

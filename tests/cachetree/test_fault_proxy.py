@@ -62,11 +62,7 @@ from cachetree.tree import join_hashes
 PAGES = pages_of(4)
 FRAME_BYTES = 4096
 PEER = PeerConfig(
-    frame_bytes=FRAME_BYTES,
-    connect_s=0.4,
-    heartbeat_s=0.1,
-    silence_s=0.5,
-    reconnect_s=0.01,
+    frame_bytes=FRAME_BYTES, connect_s=0.4, heartbeat_s=0.1, silence_s=0.5, reconnect_s=0.01
 )
 FETCH_BYTES = 4 * len(PAGES) * FAMILY.kv_page_bytes
 DEADLINE_S = 2.0

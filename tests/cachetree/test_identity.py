@@ -118,18 +118,13 @@ ROPES: list[list[dict[str, Any]]] = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         {"rope_parameters": {"rope_theta": 10000.0}, "rope_theta": 10000.0},
     ],
-    [
-        {"rope_theta": 5e5},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
-    ],
+    [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}}],
     [
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
     ],
-    [
-        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}},
-    ],
+    [{"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}],
     [
         {"partial_rotary_factor": 0.5},
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -145,9 +140,7 @@ ROPES: list[list[dict[str, Any]]] = [
             }
         },
     ],
-    [
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 256},
-    ],
+    [{"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 256}],
     [
         {
             "rope_scaling": {"type": "su", "short_factor": [1, 2], "long_factor": [3, 4]},
@@ -160,7 +153,7 @@ ROPES: list[list[dict[str, Any]]] = [
                 "short_factor": [1.0, 2.0],
                 "long_factor": [3.0, 4.0],
                 "original_max_position_embeddings": 64,
-            },
+            }
         },
     ],
     [
@@ -168,7 +161,7 @@ ROPES: list[list[dict[str, Any]]] = [
             "rope_scaling": {"type": "su", "short_factor": [1, 2], "long_factor": [3, 4]},
             "original_max_position_embeddings": 64,
             "max_position_embeddings": 256,
-        },
+        }
     ],
     [
         {

@@ -26,15 +26,7 @@ from serve_parts import serving
 from test_security_settings import has_ipv6
 from transport_parts import E_LAYER, FAST, MODEL, PAGE_BYTES, PARTS, eventually, pages_of, store
 
-from cachetree import (
-    LOCAL,
-    Cache,
-    CacheStatus,
-    CacheTree,
-    ConfigError,
-    Deadline,
-    ModelId,
-)
+from cachetree import LOCAL, Cache, CacheStatus, CacheTree, ConfigError, Deadline, ModelId
 from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of, http
 from cachetree.transport import parse_http
 

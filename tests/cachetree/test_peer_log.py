@@ -114,10 +114,7 @@ def test_a_worker_that_fails_too_often(logged):
         worker.send(identity, b"what is no message")
 
     config = msgspec.structs.replace(FAST, breaker_errors=1)
-    with (
-        ScriptedWorker(leave) as worker,
-        peer_of(worker.address, new_tree(), config) as peer,
-    ):
+    with ScriptedWorker(leave) as worker, peer_of(worker.address, new_tree(), config) as peer:
         peer.fetch(MODEL, pages_of(1), new_staging(1))
         eventually(lambda: peer.state is PeerState.RESTING)
         source = peer.status.source

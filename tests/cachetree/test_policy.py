@@ -35,12 +35,7 @@ from cachetree.planning import (
     weigh,
 )
 from cachetree.planning.plan import Match, Plan, Strategy
-from cachetree.planning.prediction import (
-    Costs,
-    full_prefill_s,
-    recompute_s,
-    times_of,
-)
+from cachetree.planning.prediction import Costs, full_prefill_s, recompute_s, times_of
 from cachetree.planning.profile import BlockQuality, EMap
 
 MB = 1_000_000
@@ -131,12 +126,7 @@ def test_every_way_is_told_with_its_price_and_what_became_of_it():
 def test_the_own_model_is_exact_and_needs_no_profile():
     plan = plan_for(match(R, 7, FAR, e={}), profiles={})
     assert plan == Plan(
-        sender=R,
-        receiver=R,
-        location=FAR,
-        pages=Span(0, 7),
-        block=Span(0, 0),
-        num_layers=10,
+        sender=R, receiver=R, location=FAR, pages=Span(0, 7), block=Span(0, 0), num_layers=10
     )
     assert plan.is_exact
 
@@ -229,11 +219,7 @@ def test_an_idle_server_recomputes_as_much_as_the_target_allows():
         demand = replace(DEMAND, ttft_target_s=target_s, num_new_tokens=num_new_tokens)
         return plan_for(match(S, location=FAR), demand=demand, costs=MEASURED).block
 
-    assert [block(target_s) for target_s in (1.2, 1.0, 0.5)] == [
-        Span(0, 8),
-        Span(2, 7),
-        Span(3, 6),
-    ]
+    assert [block(target_s) for target_s in (1.2, 1.0, 0.5)] == [Span(0, 8), Span(2, 7), Span(3, 6)]
     assert block(0.1) == Span(3, 6)  # none meets it: the fastest
     assert block(1.2, num_new_tokens=20) == Span(2, 7)  # 0.2 s of them count
 

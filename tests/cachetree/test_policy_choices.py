@@ -139,13 +139,7 @@ def measured_on(num_tokens: int) -> Profiles:
             Reason.RECOMPUTE_TOO_LONG,
             SHORT,
         ),
-        (
-            replace(DEMAND, max_stall_s=1e-3),
-            [match(S)],
-            PROFILES,
-            Reason.RECOMPUTE_TOO_LONG,
-            SHORT,
-        ),
+        (replace(DEMAND, max_stall_s=1e-3), [match(S)], PROFILES, Reason.RECOMPUTE_TOO_LONG, SHORT),
         (
             DEMAND,
             [match(S, location=FAR)],

@@ -12,12 +12,7 @@ from cachetree.checkpoint.family import Codec, Family
 from cachetree.errors import ConfigError, FamilyMismatch, ProfileError
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
-from cachetree.planning.profile import (
-    BlockQuality,
-    PairProfile,
-    read_profile,
-    write_profile,
-)
+from cachetree.planning.profile import BlockQuality, PairProfile, read_profile, write_profile
 
 BLOCK = BlockQuality(start=1, stop=3, quality=0.78)
 

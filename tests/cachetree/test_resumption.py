@@ -29,13 +29,7 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import (
-    DeadlineExceeded,
-    FetchError,
-    PeerState,
-    ProtocolError,
-    StaleEntry,
-)
+from cachetree import DeadlineExceeded, FetchError, PeerState, ProtocolError, StaleEntry
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.frames import Frame
@@ -186,10 +180,7 @@ def test_pages_gone_after_a_restart_are_stale():
             else:
                 super()._stream(identity, fetch)
 
-    with (
-        Emptied(goodbye, num_broken=1) as worker,
-        peer_of(worker.address, new_tree()) as peer,
-    ):
+    with Emptied(goodbye, num_broken=1) as worker, peer_of(worker.address, new_tree()) as peer:
         staging = begun(peer, PAGES)
         with pytest.raises(StaleEntry):
             wait_all(staging)

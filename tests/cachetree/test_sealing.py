@@ -154,8 +154,7 @@ def test_a_ticket_does_not_show_its_key():
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"key": bytes(31)}, {"key": bytes(33)}, {"token": b""}, {"port": 0}],
+    "changed", [{"key": bytes(31)}, {"key": bytes(33)}, {"token": b""}, {"port": 0}]
 )
 def test_a_ticket_that_cannot_be_is_refused(changed):
     fields = msgspec.structs.asdict(new_ticket(7)) | changed

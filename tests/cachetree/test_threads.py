@@ -76,10 +76,7 @@ def test_a_connection_whose_sender_ends_is_over(monkeypatch):
 @pytest.mark.parametrize("part", ["_view.forget", "_pulls.interrupt", "_breaker.failed"])
 def test_a_peer_whose_thread_ends_fails_its_fetches(part, monkeypatch, caplog):
     reader = new_tree()
-    with (
-        worker_of(new_tree()) as worker,
-        peer_of(worker.address, reader) as peer,
-    ):
+    with worker_of(new_tree()) as worker, peer_of(worker.address, reader) as peer:
         owner, _, name = part.partition(".")
         monkeypatch.setattr(getattr(peer, owner), name, lambda *_, **__: 1 / 0)
         monkeypatch.setattr(peer, "_turn", lambda *_: 1 / 0)

@@ -9,15 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 import pytest
 from tier_parts import fetch, plan_of
-from transport_parts import (
-    FAMILY,
-    MODEL,
-    PARTS,
-    content,
-    eventually,
-    pages_of,
-    store,
-)
+from transport_parts import FAMILY, MODEL, PARTS, content, eventually, pages_of, store
 
 from cachetree import (
     LOCAL,

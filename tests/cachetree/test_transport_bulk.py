@@ -14,13 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
-from security_parts import (
-    Party,
-    Tap,
-    TicketUser,
-    greeted,
-    ticket_of,
-)
+from security_parts import Party, Tap, TicketUser, greeted, ticket_of
 from transport_parts import (
     E_LAYER,
     FAMILY,

@@ -29,13 +29,7 @@ from transport_parts import (
     worker_process,
 )
 
-from cachetree import (
-    Deadline,
-    DeadlineExceeded,
-    FetchError,
-    PeerState,
-    ProtocolError,
-)
+from cachetree import Deadline, DeadlineExceeded, FetchError, PeerState, ProtocolError
 from cachetree.memory import Arena, Blocks, staged
 from cachetree.transport import frames, wire
 from cachetree.transport.frames import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Frame, Unsealed

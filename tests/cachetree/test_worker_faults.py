@@ -32,15 +32,7 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import (
-    FetchError,
-    Location,
-    ModelId,
-    OrderDenied,
-    Peer,
-    PeerState,
-    ProtocolError,
-)
+from cachetree import FetchError, Location, ModelId, OrderDenied, Peer, PeerState, ProtocolError
 from cachetree.memory.arena import Arena
 from cachetree.transport import ask as ask_worker
 from cachetree.transport import verbs, wire
@@ -264,10 +256,7 @@ def test_queued_frames_of_a_cancelled_fetch_are_not_sent():
 
 def test_a_worker_keeps_the_deadline_by_itself():
     """The peer in this test does not cancel."""
-    with (
-        worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker,
-        RawPeer(worker.address) as peer,
-    ):
+    with worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker, RawPeer(worker.address) as peer:
         failure = peer.ask(a_fetch(timeout_ms=500))
         assert isinstance(failure, wire.Ended)
         assert failure.error == "deadline"

@@ -64,12 +64,7 @@ PAGE_BYTES = FAMILY.kv_page_bytes
 E_LAYER = 2
 PARTS = (KV, Part(E_LAYER))
 STEPS = (Step(Kind.E, E_LAYER), Step(Kind.KV, 0), Step(Kind.KV, 1), Step(Kind.KV, 3))
-FAST = PeerConfig(
-    frame_bytes=64 << 10,
-    heartbeat_s=0.1,
-    silence_s=30.0,
-    reconnect_s=0.01,
-)
+FAST = PeerConfig(frame_bytes=64 << 10, heartbeat_s=0.1, silence_s=30.0, reconnect_s=0.01)
 HOST_BYTES = 256 << 20
 ONCE = msgspec.structs.replace(FAST, max_retries=0)
 """Settings with which a fetch is given up at its first error."""

@@ -153,12 +153,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        runner: Any,
-        model: Path,
-        e_layers: Sequence[int],
-        cuda: VirtualCuda,
-        recompute: str,
+        self, runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda, recompute: str
     ) -> None:
         self.cuda, self.runner = cuda, runner
         self.made: list[Any] = []
@@ -391,10 +386,7 @@ def _server(model: Path, e_layers: Sequence[int], recompute: str) -> ThisServer:
 def _request(part: Part) -> Req:
     ids = array.array("q", part.tokens)
     req = Req(
-        rid=part.rid,
-        origin_input_text="",
-        origin_input_ids=ids,
-        sampling_params=SamplingParams(),
+        rid=part.rid, origin_input_text="", origin_input_ids=ids, sampling_params=SamplingParams()
     )
     req.full_untruncated_fill_ids, req.extend_end = ids, len(ids)
     return req
@@ -415,11 +407,7 @@ def stored(kv: KV) -> torch.Tensor:
 
 @contextmanager
 def on_device(
-    runner: Any,
-    model: Path,
-    e_layers: Sequence[int],
-    cuda: VirtualCuda,
-    recompute: str = "server",
+    runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda, recompute: str = "server"
 ) -> Iterator[Engine]:
     """`recompute` is the setting that chooses the attention of a partial prefill."""
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)

@@ -10,18 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_on_cuda import (
-    MAP,
-    PAGE,
-    PEER,
-    Engine,
-    Part,
-    fork,
-    land,
-    load,
-    on_device,
-    stored,
-)
+from engine_on_cuda import MAP, PAGE, PEER, Engine, Part, fork, land, load, on_device, stored
 from safetensors.torch import load_file, save_file
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase

@@ -13,13 +13,7 @@ from typing import Any, ClassVar
 import tier_parts
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from transport_parts import (
-    E_LAYER,
-    FAMILY,
-    MODEL,
-    eventually,
-    store,
-)
+from transport_parts import E_LAYER, FAMILY, MODEL, eventually, store
 
 from cachetree import (
     Cache,

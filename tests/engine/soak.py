@@ -77,11 +77,7 @@ def worker_config(
             "disk_path": str(disk),
             "disk_bytes": 512 << 20,
             "keeps": [author],
-            "worker": {
-                "listen": address,
-                "shared_memory": bool(life % 2),
-                "max_bytes_per_s": 50e6,
-            },
+            "worker": {"listen": address, "shared_memory": bool(life % 2), "max_bytes_per_s": 50e6},
         },
     }
 

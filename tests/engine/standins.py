@@ -309,11 +309,7 @@ def made(part: type, **parts: Any) -> Any:
 
 def planned_as(plan: Plan, **others: Any) -> Planned:
     """Return a plan that a request names. It leaves KV that other requests may read."""
-    fixed = {
-        "is_experiment": False,
-        "patience": Patience(saving_s=math.inf),
-        "step_share": 0.0,
-    }
+    fixed = {"is_experiment": False, "patience": Patience(saving_s=math.inf), "step_share": 0.0}
     return Planned(plan=plan, **fixed | others)
 
 

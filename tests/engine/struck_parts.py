@@ -220,10 +220,7 @@ def rig_in(folder: Path, *, seed: int) -> Iterator[Rig]:
                 "disk_path": str(folder / "disk"),
                 "disk_bytes": 4 * HOST_BYTES,
                 "keeps": [author_address],
-                "worker": {
-                    "listen": address,
-                    "max_bytes_per_s": LINK_MB_S * 1e6,
-                },
+                "worker": {"listen": address, "max_bytes_per_s": LINK_MB_S * 1e6},
             },
         }
 

@@ -16,16 +16,7 @@ import requests
 import torch
 from engine_parts import CPU, Answer, answer, free_address, prompt, whole_pages
 from struck_parts import scraped
-from teams import (
-    BASE,
-    HIDDEN,
-    NUM_LAYERS,
-    Checkpoints,
-    Team,
-    literal,
-    random_correction,
-    team_of,
-)
+from teams import BASE, HIDDEN, NUM_LAYERS, Checkpoints, Team, literal, random_correction, team_of
 
 from cachetree.corrections import Correction
 from cachetree.ids import EMPTY_SPAN, Span

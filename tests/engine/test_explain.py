@@ -27,13 +27,7 @@ from sglang_droidspeak.engine import asking
 from sglang_droidspeak.request.answers import Answers, explained
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.planner import Declined
-from sglang_droidspeak.request.report import (
-    MAX_ANSWERED,
-    MAX_MATCHES,
-    Label,
-    Labels,
-    consider,
-)
+from sglang_droidspeak.request.report import MAX_ANSWERED, MAX_MATCHES, Label, Labels, consider
 from sglang_droidspeak.store.pool import Held
 
 SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})

@@ -73,10 +73,7 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
             {"engines": {"one": ENGINE}, "programs": {"two": {"command": ["florp"], "port": 2}}},
             "programs.two: there is no program florp; install it",
         ),
-        (
-            {"engines": {"one": ENGINE}, "programs": {"two": {"command": [], "port": 2}}},
-            "programs",
-        ),
+        ({"engines": {"one": ENGINE}, "programs": {"two": {"command": [], "port": 2}}}, "programs"),
         ({"engines": {"a/b": ENGINE}}, "'a/b' cannot be a name"),
         (
             {"engines": {"one": {**ENGINE, "droidspeak": {"hots_gb": 1}}}},

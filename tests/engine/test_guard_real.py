@@ -89,10 +89,7 @@ def test_a_healthy_pair_stays_in_service_and_a_drifted_sender_does_not(tmp_path)
     everything = max(profile.blocks, key=lambda it: len(it.block))
     for model in (SENDER, drifted):
         of_it = msgspec.structs.replace(
-            profile,
-            sender=read_model_identity(model),
-            blocks=(plan, everything),
-            recommended=plan,
+            profile, sender=read_model_identity(model), blocks=(plan, everything), recommended=plan
         )
         write_profile(of_it, tmp_path / f"{model.name}.json")
     options = {**CPU, "chunked-prefill-size": 2048}

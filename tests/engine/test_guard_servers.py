@@ -106,12 +106,7 @@ def served(
 ) -> Iterator[Pair]:
     address = f"tcp://127.0.0.1:{free_port(num_ranks)}"
     layers = {"listen": address, "capture_layers": [2, 3, 4], "host_gb": 0.5}
-    reads = {
-        "peers": [address],
-        "profiles": [str(profile)],
-        "host_gb": 0,
-        **settings,
-    }
+    reads = {"peers": [address], "profiles": [str(profile)], "host_gb": 0, **settings}
     reads["guard_path"] = str(folder / "guard.json")
     options = {**CPU, "tp-size": num_ranks}
     specs = [

@@ -345,9 +345,7 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(labels, caplog):
 def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before):
     """If there is no room for its load in the end, a request computes everything itself."""
     monkeypatch.setattr(forward, "PartialPrefill", lambda *_: None)
-    runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
-    )
+    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)))
     settings = SimpleNamespace(forward_wait_s=0.05, recompute_attention="server")
     server = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
     parts: dict[str, Any] = dict.fromkeys(("loader", "labels"))

@@ -109,10 +109,7 @@ class Rig:
         self.forward = made(
             BatchForward,
             attachment=SimpleNamespace(
-                server=server,
-                runner=runner,
-                e_pool=self.e_pool,
-                stack=None,
+                server=server, runner=runner, e_pool=self.e_pool, stack=None
             ),
             loader=self.loader,
             meter=MagicMock(prefill=None, mean_prefill_s=lambda *_: None),

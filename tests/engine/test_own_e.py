@@ -10,18 +10,7 @@ import pytest
 import torch
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of
 
-from cachetree import (
-    DISK,
-    KV,
-    LOCAL,
-    Cache,
-    CacheConfig,
-    Change,
-    Location,
-    PageHash,
-    Part,
-    Span,
-)
+from cachetree import DISK, KV, LOCAL, Cache, CacheConfig, Change, Location, PageHash, Part, Span
 from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.insertions import Offload, Offloader
 

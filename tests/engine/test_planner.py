@@ -28,8 +28,7 @@ from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 PAGE = 16
 PAGES = [PageHash(bytes([number] * 16)) for number in range(10)]
 TREE = SimpleNamespace(
-    page_size=PAGE,
-    tree_core=SimpleNamespace(match_full_device_prefix=lambda _key: (0, 0, 0)),
+    page_size=PAGE, tree_core=SimpleNamespace(match_full_device_prefix=lambda _key: (0, 0, 0))
 )
 """A stand-in for SGLang's tree. It is empty, and no use can be noted."""
 

@@ -251,8 +251,7 @@ def test_only_what_is_read_is_a_use_of_sglangs_tree(model, core):
 
 
 @pytest.mark.parametrize(
-    ("num_loaded", "is_read", "e_pages"),
-    [(0, True, 6), (2, True, 6), (4, True, 2), (0, False, 2)],
+    ("num_loaded", "is_read", "e_pages"), [(0, True, 6), (2, True, 6), (4, True, 2), (0, False, 2)]
 )
 def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     shelf, num_loaded, is_read, e_pages

@@ -58,10 +58,7 @@ class Rig:
             forward=lambda tokens, models: nullcontext(),
         )
         self.forward = made(
-            BatchForward,
-            meter=meter,
-            labels=Labels(self.metrics, ModelNames()),
-            ranks=Ranks(None),
+            BatchForward, meter=meter, labels=Labels(self.metrics, ModelNames()), ranks=Ranks(None)
         )
         self.forward._before = lambda *_: (0.0, 0.0)  # type: ignore[method-assign]
 

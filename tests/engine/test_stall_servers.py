@@ -63,11 +63,7 @@ def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
     limits = {"default": {}, "unlimited": {"max_stall_ms": 1e6}}
     specs = [
         ServerSpec(
-            name=name,
-            model=base,
-            options=options,
-            adapters=adapters,
-            droidspeak=droidspeak | limit,
+            name=name, model=base, options=options, adapters=adapters, droidspeak=droidspeak | limit
         )
         for name, limit in limits.items()
     ]

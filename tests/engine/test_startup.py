@@ -152,8 +152,7 @@ def test_bad_settings_are_refused_with_their_remedy(model, extra, words):
 
 
 @pytest.mark.parametrize(
-    ("device", "free", "is_well"),
-    [("cuda", 6.0, False), ("cuda", 6.1, True), ("cpu", 0.1, True)],
+    ("device", "free", "is_well"), [("cuda", 6.0, False), ("cuda", 6.1, True), ("cpu", 0.1, True)]
 )
 def test_memory_that_all_ranks_page_lock_has_to_be_free(model, monkeypatch, device, free, is_well):
     """Without that memory, the system would end the server after the model was loaded."""

@@ -118,11 +118,7 @@ def team(tmp_path_factory) -> Iterator[Team]:
             yield team
 
 
-CASES = [
-    (BASE, "wide", Span(2, 5)),
-    ("wide", "upper", Span(1, 4)),
-    ("wide", BASE, Span(0, 3)),
-]
+CASES = [(BASE, "wide", Span(2, 5)), ("wide", "upper", Span(1, 4)), ("wide", BASE, Span(0, 3))]
 
 
 @pytest.mark.parametrize(("sender", "receiver", "block"), CASES)

@@ -303,10 +303,7 @@ def test_probes_ask_for_what_is_answered(monkeypatch):
         config.cache, host_bytes=1 << 20, staging_bytes=1 << 20, serves=False
     )
     engine = (Path(sglang.__file__).parent / "srt/entrypoints/http_server.py").read_text()
-    with (
-        Cache(config.family, small) as cache,
-        StatusPage(parse_http("0"), cache.status) as page,
-    ):
+    with Cache(config.family, small) as cache, StatusPage(parse_http("0"), cache.status) as page:
         for pod in PODS:
             (container,) = pod["spec"]["template"]["spec"]["containers"]
             for probe in (it for name, it in container.items() if name.endswith("Probe")):

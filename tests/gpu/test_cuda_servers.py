@@ -98,8 +98,7 @@ def test_an_adapter_reads_what_the_base_has(tmp_path):
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(it, marks=pytest.mark.xdist_group(it)) for it in CASES],
+    scope="module", params=[pytest.param(it, marks=pytest.mark.xdist_group(it)) for it in CASES]
 )
 def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server, float]]:
     folder, case = tmp_path_factory.mktemp("cuda"), CASES[request.param]

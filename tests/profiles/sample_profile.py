@@ -96,9 +96,7 @@ def identical(profile: MeasuredProfile) -> MeasuredProfile:
     full = profile.held_out.full_prefill
     layers = [
         replace(
-            it,
-            fidelity=replace(it.fidelity, kl=0.0),
-            kl_by_context=(0.0,) * len(it.kl_by_context),
+            it, fidelity=replace(it.fidelity, kl=0.0), kl_by_context=(0.0,) * len(it.kl_by_context)
         )
         for it in profile.layers
     ]

@@ -104,10 +104,7 @@ def test_a_context_with_many_questions_counts_as_one():
 def test_a_plan_that_more_contexts_than_there_will_be_could_prove_is_not_expected_to_pass():
     """The plan loses 4 %, all of it in a few contexts. This is within the tolerance."""
     own, lossy, sound = [[1.0]] * 100, plan(2, 6), plan(0, 8)
-    measured = {
-        lossy: mixed(0.02, (4, 1, 0.0), (96, 1, 1.0)),
-        sound: mixed(0.01, (100, 1, 1.0)),
-    }
+    measured = {lossy: mixed(0.02, (4, 1, 0.0), (96, 1, 1.0)), sound: mixed(0.01, (100, 1, 1.0))}
     choice = choose(measured, own, [range(100)], 0.05)
     assert choice.expected == sound and choice.order == (sound, lossy)
     assert choose(measured, own, [range(100)], 0.05, most_contexts=9000).expected == lossy

@@ -149,8 +149,7 @@ def test_a_context_shorter_than_a_page_is_named():
 
 
 @pytest.mark.parametrize(
-    ("answer", "max_new", "expected"),
-    [("w7 w8", 4, [7, 8, 2]), ("w7 w8", 2, [7, 8]), ("", 4, [2])],
+    ("answer", "max_new", "expected"), [("w7 w8", 4, [7, 8, 2]), ("w7 w8", 2, [7, 8]), ("", 4, [2])]
 )
 def test_the_draft_ends_with_eos_or_where_the_answer_must_end(answer, max_new, expected):
     task = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=max_new)

@@ -6,15 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rounding import assert_differ_by_rounding, rounding
-from test_oracle import (
-    FAMILIES,
-    LOGPROB,
-    NUM_LAYERS,
-    PREFIX_IDS,
-    SUFFIX_IDS,
-    SUMS,
-    make_model,
-)
+from test_oracle import FAMILIES, LOGPROB, NUM_LAYERS, PREFIX_IDS, SUFFIX_IDS, SUMS, make_model
 
 from benchmarks.oracle import decode as oracle_decode
 from benchmarks.oracle import generate, partial_prefill, prefill

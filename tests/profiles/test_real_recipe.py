@@ -42,7 +42,7 @@ CONFIG = LlamaConfig(
 )
 PEOPLE = re.compile(
     r"@|copyright|author|\b(written|developed|created|maintained|designed|made) by\b"
-    r"|\b(by|of|from|after|and|with) [A-Z][a-z]+ [A-Z]|\b[A-Z]\. ?[A-Z][a-z]|\b(Dr|Prof|Mr|Ms)\.",
+    r"|\b(by|of|from|after|and|with) [A-Z][a-z]+ [A-Z]|\b[A-Z]\. ?[A-Z][a-z]|\b(Dr|Prof|Mr|Ms)\."
 )
 NAMES = {
     "input_layernorm": "attn_norm",

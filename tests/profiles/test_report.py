@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from sample_profile import (
-    all_dropped,
-    bare,
-    failed_profile,
-    place_of,
-    sample_profile,
-    whole_model,
-)
+from sample_profile import all_dropped, bare, failed_profile, place_of, sample_profile, whole_model
 
 from cachetree.ids import Span
 from cachetree.planning import EMap

@@ -21,13 +21,7 @@ from tools.pairs.words import BOS_ID, VOCABULARY
 
 PAGE_SIZE = 16
 CHECKPOINTS = ("foundation", "sender", "receiver")
-RANKS = {
-    "sender_lora": 8,
-    "sender_alora": 8,
-    "receiver_lora": 8,
-    "slim_lora": 4,
-    "tables_lora": 16,
-}
+RANKS = {"sender_lora": 8, "sender_alora": 8, "receiver_lora": 8, "slim_lora": 4, "tables_lora": 16}
 """Ranks of the adapters."""
 MATRICES = {f"{it}_proj" for it in ("q", "k", "v", "o", "gate", "up", "down")}
 
