@@ -35,7 +35,7 @@ PACKAGES: Final = {
     "transformers": (0.8, 0.87, "transformers"),
     "cachetree": (0.5, 0.12, "cachetree\nfinds, plans and moves caches"),
 }
-"""Centre of each box, as shares of the drawing, and its text."""
+"""Boxes of the drawing of packages: centre, as shares of the drawing, and text."""
 
 
 def timeline_data() -> dict[str, float]:
@@ -155,8 +155,8 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
     "dashboard": (dashboard_data, dashboard),
     "frontier": (frontier_data, lambda _, path: QUALITY.save(read_measured(REAL_PROFILE), path)),
 }
-"""Function that returns a picture's data, and function that draws the picture from them, by the
-picture's name."""
+"""By name of a picture, the function that returns its data, and the function that draws it from
+them."""
 
 
 def digest(data: Any) -> str:
@@ -164,7 +164,7 @@ def digest(data: Any) -> str:
 
 
 def shown(name: str) -> str:
-    """Digest in the picture's file. Empty if the file does not exist."""
+    """Digest of the data in the picture's file. Empty if the file does not exist."""
     path = FOLDER / f"{name}.png"
     return str(Image.open(path).info.get("made of", "")) if path.exists() else ""
 

@@ -41,7 +41,7 @@ from tools.tables import table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _NOTHING: Final[tuple[object, ...]] = (None, False, "", "{}", "none", "null", "off", [])
-"""Values that switch an argument off."""
+"""Values with which an argument of SGLang is switched off."""
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -64,7 +64,7 @@ def field_docs(struct: type) -> dict[str, str]:
 def fields_of(
     struct: type, beside: Callable[[msgspec.structs.FieldInfo], str] = lambda field: ""
 ) -> str:
-    """List the fields. A table would have a narrow column of sentences on a small screen."""
+    """List a struct's fields. A table would be too wide for a small screen."""
     docs, fields = field_docs(struct), msgspec.structs.fields(struct)
     return "".join(f"- **`{it.name}`**{beside(it)}: {docs[it.name]}\n" for it in fields)
 

@@ -20,7 +20,7 @@ class Template(NamedTuple):
 
     result: str
     rows: str
-    """Keys of lists in the result, or the name of a function in ROWS."""
+    """Source of the rows: keys of lists in the result, or the name of a function in ROWS."""
     by: Sequence[str]
     head: str
     """Head of the table. Empty for a sentence without a table."""
@@ -83,7 +83,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def fill(text: str, row: Row, default: str = "") -> str:
     """Put the row's numbers into the text. If the row has none of them, return the default, if
-    there is one."""
+    stated."""
     cells = _Cells()
     filled = cells.vformat(text, (), row)
     return default if default and cells.are_missing == {True} else filled
@@ -142,7 +142,7 @@ def _listed(results: Any, template: Template) -> Iterator[Row]:
 
 
 def _below(data: Any, by: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows below nested keys, each with its keys by name."""
+    """Yield the rows below nested keys. Each row also has these keys, under the names in `by`."""
     if by:
         for key, value in data.items():
             yield from ({by[0]: key, **row} for row in _below(value, by[1:]))
@@ -242,9 +242,8 @@ def layers_of_maps(results: Any) -> Iterator[Row]:
 
 
 def in_time(rows: Iterable[Row]) -> tuple[Row, Row]:
-    """Return two rows as they ran: of the highest rate that kept the target, and of the next rate.
-    A rate keeps the target if 90 % of requests do, at this rate and all lower ones. A missing row
-    is empty."""
+    """Return the rows of the highest rate in time, and of the next rate. A rate is in time if 90 %
+    of requests were in time, at this rate and at all lower ones. A missing row is empty."""
     best: Row = {}
     for row in sorted(rows, key=lambda row: row["request_rate"]):
         if row["attainment"] < 0.9:
@@ -263,8 +262,8 @@ def rates_in_time(results: Any) -> Iterator[Row]:
 
 
 def the_gain(results: Any) -> Iterator[Row]:
-    """Yield the highest rate in time of the block, and of SGLang alone. If no rate was in time, it
-    is the lowest rate that ran."""
+    """Yield one row, with the highest rate in time of the block, and of SGLang alone. If no rate
+    was in time, it has the lowest rate that ran."""
     for_sentence = {"block": "block", "alone": "SGLang alone"}
     ends = {key: in_time(results["rows"][name]) for key, name in for_sentence.items()}
     yield {**results, **{key: kept or lost for key, (kept, lost) in ends.items()}}

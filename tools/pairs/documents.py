@@ -6,7 +6,7 @@ and a small model learns to look up that word.
     plain                facts about people, shuffled; forward and reverse questions
     moves                "P went to C ." repeated; first and last place
     code                 "let v3 = 7 12 ;", "let v9 = v3 ;"
-    mixed_biographies    the name once, then "she ..."; relations differ between people
+    mixed_biographies    the name once, then "she ..."; people have different relations
     biographies          as above, but all people of a document have the same relations, so that
                          the relation alone never identifies the answer
     tables               a header with shuffled columns, then rows

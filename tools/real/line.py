@@ -1,7 +1,7 @@
 """Train all weights of the base on two skills, and keep checkpoints: a line of models.
 
-The rates fall, so checkpoints at the end are close to each other and the first ones are far. The
-distance of two checkpoints is the relative change of all weights, |new - old| / |old|:
+The learning rates fall, so the last checkpoints are close to each other, and the first are far
+apart. The distance of two checkpoints is the relative change of all weights, |new - old| / |old|:
 
     trained   in the optimiser's float32
     served    in bf16. Rounding moves a weight by a whole step or not at all, so the distance of
@@ -85,7 +85,8 @@ def in_float32(folder: Path) -> Path:
 
 
 def write(model: torch.nn.Module, base: Path, folder: Path) -> None:
-    """Write the model as a folder like the base's. Write its weights in float32 last."""
+    """Write the model as a folder like the base's, then its float32 weights: then it is
+    complete."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     file = folder / WEIGHTS
     names = load_file(file)
@@ -101,6 +102,6 @@ def distances(old: Path, new: Path) -> dict[str, float]:
 
 
 def distance(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
-    """Return the relative change of all weights together."""
+    """Return the relative change of all weights together, |new - old| / |old|."""
     changed = sum((new[name].double() - it.double()).square().sum() for name, it in old.items())
     return float((changed / sum(it.double().square().sum() for it in old.values())).sqrt())

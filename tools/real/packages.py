@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 PARTS: Final = {"train": 1300, "choose": 420, "held_out": 420, "verify": 660}
-"""Number of records in each part. Afterwards we drop records with the text of an earlier part's
+"""Number of records drawn for each part. Then we dropped records with the text of an earlier part's
 record."""
 
 

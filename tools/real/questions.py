@@ -33,12 +33,12 @@ _FIELDS: Final = ("version", "section", "size", "needs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Set:
-    """A set of documents, with records that are drawn from parts. A record belongs to at most one
-    document as `own`."""
+    """A set of documents with records from parts. Each document has records of its own, about which
+    it is asked; they are no other document's own."""
 
     drawn: tuple[tuple[str, int], ...]
-    """Parts from which the records are drawn. Each has the number of records at its start that
-    belong to another set."""
+    """Parts from which records are drawn, each with the number of records to skip at its start:
+    they are another set's."""
     lengths: tuple[int, ...]
     """Number of records in a document. The documents take these numbers in turn. Five records are
     about 400 tokens."""
@@ -46,8 +46,8 @@ class Set:
     num_questions: int
     """Number of questions about each document."""
     num_own: int | None = None
-    """Number of records that belong to one document only. Its questions are about these; its other
-    records are drawn from all. None: all of its records belong to it only."""
+    """Number of a document's own records, about which it is asked. Its other records are drawn from
+    all. None: all of a document's records are its own."""
 
 
 _CHOSEN_ON: Final = 204
@@ -64,7 +64,7 @@ SETS: Final[Mapping[str, Set]] = {
         num_documents=120,
         num_questions=2,
     ),
-    # A third is of the length that is served, and nothing is asked about a record twice.
+    # A third of the documents is as long as served ones. No record is asked about twice.
     "choose_mixed": Set(
         drawn=(("choose", 0),), lengths=(6, 9, 25), num_documents=30, num_questions=6, num_own=6
     ),
@@ -143,7 +143,7 @@ SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]
 
 
 TRAINED: Final = {**SKILLS, "questions": about_harder}
-"""Function by skill that draws the questions of a training."""
+"""By skill, the function that draws questions for training."""
 
 
 def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:

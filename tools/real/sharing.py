@@ -3,8 +3,8 @@
     python -m tools.real distill SKILL --out DIR
     python -m tools.real judge SKILL DIR
 
-An aLoRA learns from long documents at the price of its questions, because the documents' KV is the
-base's and is computed once. So three of four documents are long here.
+Long documents hardly slow the training of an aLoRA down: their KV is the base's, and is computed
+once. So three of four documents are long here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tools.real.train import WEIGHTS
 SHIPPED: Final = Path("examples/real")
 PACKAGES: Final = SHIPPED / "packages.jsonl"
 LONG: Final = (15, 25)
-"""Records of a long document, about 1,200 to 2,000 tokens."""
+"""Range of the number of records in a long document: about 1,200 to 2,000 tokens."""
 SHORT: Final = (4, 8)
 NUM_LONG: Final = 240
 NUM_SHORT: Final = 80
@@ -51,7 +51,7 @@ FLAGS: Final = {
     "questions": ("--invocation", "question", "--steps", "1000", "--questions", "12"),
     "json": ("--invocation", "answer", "--steps", "600", "--questions", "8"),
 }
-"""Flags of the shipped adapters."""
+"""Flags of `droidspeak distill` that made the shipped adapters, by skill."""
 LONG300: Final = "long300"
 """Set of a skill that shares: 15 questions about each document of `long`."""
 _DRAWS: Final = 10
@@ -161,7 +161,7 @@ def judge(skill: str, base: Path, adapter: Path, data: Path) -> None:
 
 
 def _as_ordinary(adapter: Path, config: dict[str, Any], folder: Path) -> Path:
-    """Copy an activated adapter without its invocation: the judge decides where it acts."""
+    """Copy an activated adapter without its invocation: the judge switches the adapter on."""
     (folder / WEIGHTS).symlink_to((adapter / WEIGHTS).resolve())
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"alora_invocation_tokens": None}))
     return folder

@@ -6,7 +6,7 @@ BACKEND = "torch_cpu"
 
 
 def activate() -> str | None:
-    """Name the platform class; None if SGLang has a better platform of its own."""
+    """Return the name of the platform class. None if SGLang has a better platform of its own."""
     import torch
 
     # If the variable is set, the user decided: 1 chooses SGLang's own CPU engine, 0 chooses none.
@@ -16,8 +16,8 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Offer `--attention-backend torch_cpu` and let LoRA run. Must run before arguments are
-    parsed."""
+    """Offer `--attention-backend torch_cpu`, and let LoRA run without a GPU. Must run before
+    arguments are parsed."""
     if activate() is None:
         return
     from sglang.srt.arg_groups.choices import add_attention_backend_choices

@@ -1,9 +1,9 @@
-"""Attention on the CPU at a cost of new queries × visible keys.
+"""Attention on the CPU that computes only new tokens: its cost is new queries × visible keys.
 
-The stock `torch_native` backend computes every position of a sequence and throws the cached
-prefix's rows away. So a 50-token question behind a 2,000-token prefix costs as much as the whole
-2,050 tokens. This backend computes only the new rows, in blocks that never read keys they must
-mask:
+SGLang's `torch_native` backend computes every position of a sequence, and throws the rows of the
+cached prefix away. So a 50-token question behind a 2,000-token prefix costs as much as the whole
+2,050 tokens. This backend computes only the new rows, in blocks. A block reads few keys that it has
+to mask:
 
     # keys     [0 .......... first | first .. row_stop | row_stop ..... seq_len)
     # one block:    not read       |   SDPA over these |    not read
@@ -28,14 +28,14 @@ QUERY_BLOCK = 256  # rows per SDPA call that needs a mask; measured in README.md
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One request of the batch: the slots of its keys, and which rows of it are new."""
+    """One request of a batch: the KV pool's slots of its keys, and which of its rows are new."""
 
     slots: torch.Tensor | slice  # of all tokens, in order; a slice if they are one run
     prefix_len: int
     seq_len: int
 
     def gather(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Gather `[1, heads, seq_len, head_dim]`: a view if the slots are one run, else a copy."""
+        """Gather `[1, heads, seq_len, head_dim]`: a view of consecutive slots, else a copy."""
         is_run = isinstance(self.slots, slice)
         rows = cache[self.slots] if is_run else cache.index_select(0, self.slots)
         return rows.transpose(0, 1).unsqueeze(0).to(dtype)
@@ -47,8 +47,8 @@ def sequences_of(
     seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor | None,
 ) -> list[Sequence]:
-    """Describe the requests of one forward. Without `prefix_lens`, the forward decodes: each
-    request has one new row, its last."""
+    """Describe the requests of one forward. Without `prefix_lens` the forward decodes: the last row
+    of each request is its only new row."""
     lengths = seq_lens.tolist()
     prefixes = [n - 1 for n in lengths] if prefix_lens is None else prefix_lens.tolist()
     return [
@@ -58,8 +58,8 @@ def sequences_of(
 
 
 def _as_run(slots: torch.Tensor) -> torch.Tensor | slice:
-    """Turn consecutive slots into a slice, which is read without a copy. The slots of a fresh
-    request are usually consecutive."""
+    """If slots are consecutive, return them as a slice, which is read without a copy. The slots of
+    a fresh request usually are."""
     if slots.numel() and bool((slots.diff() == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots.long()
@@ -80,8 +80,8 @@ def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, s
 def _causal_bias(
     num_rows: int, num_keys: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the additive mask of a block. The block's last row sees all keys up to the last one.
-    The mask is a view of a larger one, which blocks of several lengths share in all layers."""
+    """Return the additive mask of a block with a last row that sees all keys. The mask is a view of
+    a larger one, which blocks of several lengths share in all layers."""
     num_cached = 1 << (num_keys - 1).bit_length()
     bias = _largest_bias(num_cached, window, dtype)
     return bias[QUERY_BLOCK - num_rows :, num_cached - num_keys :]
@@ -89,7 +89,7 @@ def _causal_bias(
 
 @lru_cache(maxsize=4)
 def _largest_bias(num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Build the shared mask: 1 KiB per key in float32."""
+    """Build the mask that blocks share: 1 KiB per key in float32."""
     position = torch.arange(num_keys - QUERY_BLOCK, num_keys).unsqueeze(1)
     key = torch.arange(num_keys).unsqueeze(0)
     hidden = key > position
@@ -106,8 +106,8 @@ def attend(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend in one block. The block's last row sees its last key. All tensors are `[1, heads, rows
-    or keys, head_dim]`."""
+    """Compute attention of one block, with a last row that sees its last key. All tensors are `[1,
+    heads, rows or keys, head_dim]`."""
     rows, keys = query.shape[2], key.shape[2]
     square = rows == keys and window is None
     sees_all = rows == 1 and (window is None or keys <= window + 1)
@@ -124,7 +124,7 @@ def attend(
 
 class TorchCpuAttention(TorchNativeAttnBackend):
     """The backend `--attention-backend torch_cpu`. Encoders, cross attention and split
-    sliding-window pools keep the stock path."""
+    sliding-window pools use SGLang's own code."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -146,7 +146,7 @@ class TorchCpuAttention(TorchNativeAttnBackend):
         return self._run(tensors, None, options)
 
     def _run(self, tensors, prefix_lens, options) -> torch.Tensor:
-        """Fill the output, `[tokens, heads, head_dim]`, for the new rows of every sequence."""
+        """Fill `[tokens, heads, head_dim]` with the outputs of the new rows of every sequence."""
         query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *_ = tensors
         if self.forward_metadata is None or self.forward_metadata[0] is not seq_lens:
             sequences = sequences_of(req_to_token, req_pool_indices, seq_lens, prefix_lens)

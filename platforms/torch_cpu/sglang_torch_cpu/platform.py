@@ -1,4 +1,4 @@
-"""The platform: plain PyTorch operators on the host's cores, gloo between ranks."""
+"""The CPU as a platform of SGLang: plain PyTorch operators, and gloo between ranks."""
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -8,13 +8,13 @@ from sglang_torch_cpu import BACKEND
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """The CPU as an out-of-tree platform, for which SGLang takes each operator's PyTorch
-    version."""
+    """The CPU as a platform outside SGLang's tree. SGLang then uses the PyTorch version of each
+    operator."""
 
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Replace SGLang's own choices for a CPU. Choices of the user stay."""
+        """Replace SGLang's defaults for a CPU. Choices of the user stay."""
         if server_args._raw_input["attention_backend"] is None:
             server_args.attention_backend = BACKEND
         if server_args.lora_backend == "csgmv":  # the default; its kernels are Triton's
@@ -24,8 +24,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return BACKEND
 
     def empty_cache(self) -> None:
-        """Do nothing: a CPU has no such cache. The inherited method collects garbage, which takes
-        0.3 s at each cache flush."""
+        """Do nothing: a CPU has no cache to empty. The inherited method would collect garbage,
+        which takes 0.3 s."""
 
     def init_backend(self) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend

@@ -2,11 +2,11 @@
 
 Importing SGLang takes nearly all of a small server's start. SGLang spawns fresh interpreters,
 because a process that has touched CUDA cannot be forked; this platform has no CUDA. Forks are off
-by default: a fork copies only the calling thread, so no other thread of the launcher may hold a
-lock. That is true for `launch_server`, and not for an `Engine` inside another program.
+by default: a fork copies only the calling thread, so no other thread may hold a lock. This is true
+for `launch_server`, but not for an `Engine` inside another program.
 
-OpenMP's threads do not survive a fork either, and the child would wait for them for ever. So the
-launcher computes on one thread, and its children on the configured number.
+A fork has no OpenMP threads either, and would wait for them for ever. So the launcher computes on
+one thread, and its children on the configured number.
 """
 
 import gc
@@ -20,7 +20,7 @@ START_METHOD = "SGLANG_TORCH_CPU_START"  # environment variable: spawn (default)
 
 
 def hooks() -> dict:
-    """Hooks that the environment asks for. Raises ValueError for an unknown method."""
+    """Hooks that the environment asks for. Raises ValueError for an unknown start method."""
     method = os.environ.get(START_METHOD, "spawn")
     if method not in ("spawn", "fork"):
         raise ValueError(f"{START_METHOD} is {method!r}; use 'spawn' or 'fork'")

@@ -1,4 +1,4 @@
-"""The CPU backend against the stock `torch_native` class, on the same pool and batch."""
+"""The CPU backend beside SGLang's `torch_native` class, on the same pool and batch."""
 
 import random
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class Pool:
-    """One layer's keys and values, read like SGLang's pool; counts the reads."""
+    """Keys and values of one layer, read like SGLang's pool. It counts the reads."""
 
     def __init__(self, num_kv_heads: int, dtype: torch.dtype) -> None:
         self.key = torch.randn(NUM_SLOTS, num_kv_heads, HEAD_DIM).to(dtype)
@@ -41,7 +41,7 @@ class Pool:
 
 
 class Case:
-    """A random batch: pages scattered or in order, prefixes, lengths; one runner for both."""
+    """A random batch (order of pages, prefixes, lengths) and one runner for both backends."""
 
     def __init__(self, seed: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
         torch.manual_seed(seed)
@@ -128,7 +128,7 @@ def test_equals_the_stock_backend(dtype: torch.dtype, window: int | None, decode
 
 
 def test_nothing_of_a_forward_outlives_it() -> None:
-    """SGLang advances `seq_lens` in place between decode steps."""
+    """SGLang changes `seq_lens` in place between decode steps, so the backend may keep nothing."""
     case = Case(2, (4, 4), torch.float32)
     batch = case.batch(decode=True)
     backend = TorchCpuAttention(case.runner)
@@ -146,7 +146,7 @@ def test_nothing_of_a_forward_outlives_it() -> None:
 
 
 def test_every_layer_asks_the_pool_for_its_buffers() -> None:
-    """SGLang waits for a layer's load inside these calls."""
+    """SGLang waits for a layer's load inside the calls for the layer's buffers."""
     case = Case(1, (4, 4), torch.float32)
     batch = case.batch(decode=True)
     backend = TorchCpuAttention(case.runner)
@@ -180,7 +180,7 @@ def test_cost_is_new_rows_times_visible_keys(prefix, new, window, most) -> None:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_blocks_of_many_lengths_share_a_mask(window: int | None) -> None:
-    """A long prompt has a block of every length; one mask for each would be kept in memory."""
+    """A long prompt has blocks of every length. A mask for each length would be kept in memory."""
     places = set()
     for num_keys in range(1100, 2000, 64):
         for num_rows in (1, 100, QUERY_BLOCK):

@@ -1,5 +1,5 @@
-"""Two real servers, stock attention and ours, give the same answers; with LoRA the answers
-differ."""
+"""Two real servers, one with SGLang's attention and one with ours, give the same answers; with LoRA
+the answers differ."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def make_base(folder: Path) -> Path:
 
 
 def make_adapter(folder: Path, base: Path) -> Path:
-    """A LoRA adapter as PEFT writes it; SGLang fuses q, k and v and wants all three."""
+    """Write a LoRA adapter as PEFT does. It has q, k and v, because SGLang fuses these three."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
     kv = HIDDEN // HEADS * KV_HEADS

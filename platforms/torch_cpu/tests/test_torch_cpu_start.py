@@ -1,4 +1,4 @@
-"""Forked processes compute on their own threads."""
+"""Forked processes compute on threads of their own."""
 
 import os
 import subprocess
