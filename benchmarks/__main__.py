@@ -1,7 +1,7 @@
-"""Every benchmark, the most important first: `python -m benchmarks [NAME ...]`.
+"""Run every benchmark, the most important first: `python -m benchmarks [NAME ...]`.
 
-Each benchmark replaces its `results/NAME.json`; then the tables in the pages are made again. If one
-fails, its old result stays, the others still run, and the exit status is 1.
+Each benchmark replaces its `results/NAME.json`; then the tables in the pages are made again. If a
+benchmark fails, its old result stays, all others still run, and the exit status is 1.
 """
 
 from __future__ import annotations

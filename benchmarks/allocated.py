@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def counting() -> Iterator[ProcessPoolExecutor]:
-    """Start a process that takes all memory from malloc, so that `allocated_bytes` counts it."""
-    os.environ["PYTHONMALLOC"] = "malloc"  # Read by processes that start from now on.
+    """Start a process that takes all its memory from malloc, as `allocated_bytes` needs it."""
+    os.environ["PYTHONMALLOC"] = "malloc"  # Only processes that start later read it.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield pool
 

@@ -3,10 +3,10 @@
     git worktree add --detach ../before 9dc6939
     python -m benchmarks.beside ../before -- disk.py --mib 128 --repetitions 3
 
-Each checkout runs its own script with its own code. The two checkouts take turns, and each turn
-begins with the other one, so that both meet the same hour of the machine. Both scripts write lines
-of JSON; we compare the medians over the rounds of every number in these lines. If a ratio of times
-is above 1, the benchmark is slower now; if a ratio of speeds is above 1, it is faster.
+Each checkout runs its own script with its own code. The two take turns to be first, so that the
+machine's other work disturbs both alike. Both scripts write lines of JSON; we compare the medians
+over the rounds of every number in these lines. If a ratio of times is above 1, the benchmark is
+slower now; if a ratio of speeds is above 1, it is faster.
 """
 
 from __future__ import annotations

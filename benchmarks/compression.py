@@ -1,16 +1,16 @@
-"""What do KV and E in fewer bytes cost: quality on the shipped pairs, and time?
+"""How much quality on the shipped pairs, and how much time, do fewer bytes of KV and E cost?
 
     python -m benchmarks.compression [--num-documents 24] [--json FILE]
 
 Physics: a codec saves time if the link is slower than the codec. Let `r` be the ratio of bytes, and
-`e` and `d` the seconds per byte to encode and decode. If the codec does not run beside the
-transfer, it saves time on links of less than (1 - r) / (e + d) bytes per second. The scale of each
-vector takes two bytes: 64 values of bfloat16 shrink from 128 bytes to 66 (8 bits) or 34 (4 bits).
+`e` and `d` the seconds per byte to encode and decode. If the codec does not run during the
+transfer, it saves time on links below (1 - r) / (e + d) bytes per second. The scale of each vector
+takes two bytes: 64 values of bfloat16 shrink from 128 bytes to 66 (8 bits) or 34 (4 bits).
 
 Quality: the sender's KV and E are encoded and decoded. The receiver recomputes the profile's block
-from that E and answers the held-out questions. KL is the distance to the receiver's full prefill,
-which no codec touches. The pairs' head_dim is 32, half of the usual size, so their ratios are a
-little worse.
+from this E, and answers the held-out questions. KL is the distance to the receiver's full prefill,
+without a codec. The pairs' head_dim is 32, half of the usual size, so their ratios are a little
+worse.
 """
 
 from __future__ import annotations

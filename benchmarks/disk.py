@@ -6,9 +6,9 @@ Physics: a buffered write copies each byte into the page cache, a warm read copi
 a cold read waits for the device. The store adds one checksum per page and layer (while the page is
 in the second-level cache), a header per entry, and one `open` per step. The baseline writes the
 same buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory, 1 MiB
-at a time, without checksums. A read is cold after fdatasync and posix_fadvise(DONTNEED); under a
-hypervisor, its cache may still be warm. The restart row opens a cache over many small entries,
-until all of them match.
+at a time, without checksums. A read is cold after fdatasync and posix_fadvise(DONTNEED); a
+hypervisor's cache may still be warm. The restart row opens a cache over many small entries, until
+all of them match.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Files:
         return [self.written[step][span.start * size : span.stop * size]]
 
     def renew_store(self) -> None:
-        """Replace the store by an empty one. Not timed."""
+        """Replace the store by an empty one, outside of the measured time."""
         self.store.close()
         shutil.rmtree(self.directory / "store")
         self.store = self._open()

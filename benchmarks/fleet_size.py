@@ -1,26 +1,26 @@
-"""What does one engine pay for a fleet of many workers, and how does that grow?
+"""How much memory and CPU does a fleet of many workers cost one engine, and how does this grow?
 
     python -m benchmarks.fleet_size [--workers 25 50 100 200] [--pages 1000000]
 
-`--pages` is what the largest fleet advertises. A smaller fleet advertises proportionally less, so
-that each worker always holds as many pages. Each worker has its own tree, full of prompts of 64
-pages. All workers have one of these prompts in common. Adverts pass through the worker's own
-`Advertiser`, the wire's encoding and the engine's `RemoteView` of the worker, as between real
-processes; only the sockets are left out.
+`--pages` is the number of pages that the largest fleet advertises. A smaller fleet advertises
+proportionally fewer, so that each worker always has as many. Each worker has its own tree, full of
+prompts of 64 pages. All workers have one of these prompts in common. Adverts pass through the
+worker's own `Advertiser`, the wire's encoding and the engine's `RemoteView` of the worker, as
+between real processes; only the sockets are left out.
 
 First each worker sends its snapshot: we count the bytes that the engine allocates for it. Then the
-fleet runs for `--seconds`, and each worker stores one new prompt a second in place of its oldest:
-we count the messages that reach the engine, their bytes, and the CPU time to read them. Then we
-look up prompts that one worker has, that all have, and that none has, and count the CPU time with
-garbage collection off. Each answer is compared with the workers' own trees.
+fleet runs for `--seconds`. Each worker stores one new prompt a second in place of its oldest. We
+count the messages that reach the engine, their bytes, and the CPU time to read them. Last we look
+up prompts that one worker has, that all have, and that none has. We count the CPU time with garbage
+collection off, and compare each answer with the workers' own trees.
 
-Physics: each worker tells the engine once of every page it has, so memory and messages are linear
-in the number of workers. If no worker has the prompt, a lookup is one look into a dict; if all
-have it, the lookup names each of them. All engines of a fleet together pay for the square of its
-size: beyond some hosts, use a shared storage. Each size runs in its own process. The benchmark
-fails if any figure except rare times grows faster than linearly: an exponent above 1.25 between the
-smallest and the largest fleet. The margin is there because the linear part of a lookup outgrows the
-processor's caches.
+Physics: each worker names each of its pages to the engine once, so memory and messages are linear
+in the number of workers. If no worker has the prompt, a lookup is one look into a dict; if all have
+it, the lookup names each of them. All engines of a fleet together pay for the square of its size:
+for many hosts, use a shared storage. Each size runs in its own process. The benchmark fails if any
+figure except rare times grows faster than linearly, with an exponent above 1.25 from the smallest
+to the largest fleet. It is not 1, because the linear part of a lookup outgrows the processor's
+caches.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MAX_EXPONENT = 1.25
 NOT_JUDGED = frozenset(
     {"workers", "pages", "cpu_share", "one_p99_us", "all_p99_us", "nobody_p99_us"}
 )
-"""Figures that may grow faster than linearly: sizes of the fleet, and figures that other work
-disturbs."""
+"""Figures that may grow faster than linearly: the fleet's sizes, and figures that other work on the
+machine disturbs."""
 
 
 class SimulatedWorker:
-    """A worker's tree, the adverts it has sent to the engine, and the engine's view of the
+    """A worker's tree, the adverts that it has sent to the engine, and the engine's view of the
     worker."""
 
     def __init__(self, number: int, num_pages: int, engine: CacheTree) -> None:
@@ -138,8 +138,8 @@ def run(num_workers: int, num_pages: int, seconds: int, num_lookups: int) -> dic
 def lookups(
     engine: CacheTree, workers: list[SimulatedWorker], common: list[PageHash], num: int
 ) -> dict[str, float]:
-    """Percentiles of lookup times in microseconds. Each answer must agree with the workers' own
-    trees."""
+    """Return percentiles of lookup times in microseconds. Each answer must agree with the workers'
+    own trees."""
     random, percentiles = Random(7), {}
     asked = {
         "one": lambda: random.choice(

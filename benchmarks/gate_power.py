@@ -1,4 +1,4 @@
-"""How often does the gate pass a plan that loses too much, and how soon one that does not?
+"""How often does the gate pass a plan that loses too much, and how soon does it pass a good plan?
 
     python -m benchmarks.gate_power [--runs 4000] [--json benchmarks/results/gate_power.json]
 
@@ -11,13 +11,13 @@ We simulate held-out contexts and know their true loss. The profiler's own gate
     rare large  the loss is in a few contexts that have forty questions, and are lost whole
     uneven      contexts have one to forty questions
 
-Baseline: the previous gate, which bet by powers of a half, and looked once, at the end.
+Baseline: the previous gate. It bet by powers of a half, and looked only once, at the end.
 
 Physics: in any world, a bet against "the plan loses more than the tolerance" wins by luck at most
 one time in twenty (Ville's inequality). We may look at any time. So we check the rate of false
-passes: the benchmark fails above 5 % and two standard deviations. The bets are chosen for power. If
-a loss is just below the tolerance, the number of contexts it needs grows with the inverse square of
-the distance.
+passes: the benchmark fails above 5 % and two standard deviations. The bets are chosen to prove good
+plans soon. If a loss is just below the tolerance, the number of contexts grows with the inverse
+square of its distance from the tolerance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FULL: Final = 0.91
 GAINED: Final = 0.02
 """Share of full prefill's wrong answers that a plan has right."""
 SIZES: Final = ((120, 2), (120, 6), (300, 2), (300, 6))
-"""Numbers of contexts, and of questions about each."""
+"""Sizes of a data set: number of contexts, and number of questions about each."""
 LOSSES: Final = (0.01, 0.023)
 MANY: Final = 40
 LARGE: Final = 0.055
@@ -103,7 +103,7 @@ def _drawn(
 
 
 def passed_before(full: list[list[float]], plan: list[list[float]]) -> bool:
-    """Whether the previous gate passes the plan on the same contexts."""
+    """Return whether the previous gate passes the plan on the same contexts."""
     bets = 0.5 ** np.arange(6)
     lost = np.array([fmean(it) for it in full]) - np.array([fmean(it) for it in plan]) / (
         1 - TOLERANCE

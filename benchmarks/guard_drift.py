@@ -7,13 +7,14 @@ The shipped small pair and a real pair run on servers, by the plans that their p
 Each receiver first reads documents of its own task that its profile does not know. Then it reads
 documents of another task (the real pair: other questions about the same documents). Last it reads
 its own documents from KV that the sender keeps as int4. Every answer is compared with an exact run.
-So we know the guard's distances for a pair that still fits its profile, and for one that does not.
+So we know the guard's distances for a pair that still fits its profile, and for a pair that does
+not.
 
-The small pair's own documents are asked once more at temperature 1. The guard compares its own
-greedy runs, so the distances must be the same.
+The questions of the small pair's own task are asked once more, at temperature 1. The guard
+compares its own greedy runs, so the distances must be the same.
 
-From these distances, drawn with replacement, we simulate requests with the guard's own code, at its
-default rate, with the shipped profile's bound and 300 reused requests a day:
+From these distances, drawn with replacement, we simulate 300 reused requests a day. They run the
+guard's own code at its default rate, with the shipped profile's bound:
 
     found      reused requests until the alarm, if documents change at the first request, and if
                they change after 1,000
@@ -91,7 +92,7 @@ class Pair:
 
     @property
     def service(self) -> tuple[PlanId, WatchedPair]:
-        """The recommended plan, and the pair as a server without evidence watches it."""
+        """The recommended plan, and the pair as the guard of a newly started server watches it."""
         profile, plan = read_profile(self.profile), self.plan
         models = profile.sender.model_id, profile.receiver.model_id
         block = plan.start, plan.stop
@@ -248,7 +249,7 @@ class Requests:
 def requests_until_alarm(
     pair: Pair, before: Sequence[float], drifted: Sequence[float], seed: int
 ) -> int:
-    """Return the number of drifted requests until the alarm, at most ten times the goal. Healthy
+    """Return the number of drifted requests until the alarm, at most ten times `GOAL`. Healthy
     requests with the distances `before` may precede them."""
     requests = Requests(pair, Random(seed))
     for _ in range(NUM_BEFORE if before else 0):

@@ -1,20 +1,20 @@
-"""Are linear maps of the KV that is loaded worth being a kind of plan?
+"""Should linear maps of the loaded KV become a kind of plan?
 
     make real
     python -m benchmarks.kv_maps --work build/kv_maps --json benchmarks/results/kv_maps.json
 
 Each layer has one ridge regression, as in arXiv 2608.03893, from the sender's keys and values of
 that layer to the receiver's. Keys are mapped without their rotation. The first token's KV is the
-receiver's own: its size is far from all others'. Penalties are chosen as for maps of E.
+receiver's own, because its values are on another scale. Penalties are chosen as for maps of E.
 
-The profiler judges blocks that begin with corrected E, once over the sender's KV as it is, once
-over its KV mapped. Its gate tries plans from most to least work, on one held-out context after
-another, until a plan is proven or hopeless. A plan behind a hopeless one is not tried. On pages and
-code of this repository, plans are measured by their distance from full prefill. The drift guard's
-own code then watches such distances.
+The profiler judges blocks that begin with corrected E, once over the sender's KV as it is, and once
+over its mapped KV. Its gate tries plans from most to least work, on one held-out context after
+another, until a plan is proven or hopeless. Plans behind a hopeless plan are not tried. On pages
+and code of this repository, plans are measured by their distance from full prefill. The drift
+guard's own code then watches such distances.
 
-Physics, for each token: a map takes (columns of K and V)² products. A layer takes as many as it has
-weights, and its attention. A run that was stopped continues. A profile's journal, copied to
+Physics, for each token: a map takes (columns of K and V)² products. A layer takes one product per
+weight, and its attention. A run that was stopped continues. A profile's journal, copied to
 WORK/SKILL.jsonl, has answers and plans that need not be measured again.
 """
 
@@ -69,16 +69,16 @@ from tools.real.check import options
 
 MAPPED: Final = (Span(18, 24), Span(20, 24), Span(22, 24), EMPTY_SPAN)
 LOADED: Final = (Span(6, 24), Span(10, 24), Span(12, 24), Span(18, 24), EMPTY_SPAN)
-"""Blocks from most to least work. Beside each block, the other layers load KV as it is."""
+"""Blocks from most to least work. With each block, all other layers load KV as it is."""
 FOREIGN: Final = "foreign"
 NUM_FOREIGN: Final = 16
 FOREIGN_CHARACTERS: Final = 1_600
 LLAMA_8B: Final = (218_112_000, 4096, 2048)
-"""Number of weights, hidden size, and columns of K and V, of one layer of Llama 3.1 8B."""
+"""Sizes of one layer of Llama 3.1 8B: weights, hidden size, and columns of K and V."""
 
 
 class MappedSender(LayeredModel):
-    """A sender with mapped KV: a map for each layer brings it closer to the receiver's."""
+    """A sender with mapped KV. At each layer, a map brings the KV closer to the receiver's."""
 
     def __init__(
         self, sender: LayeredModel, receiver: LayeredModel, maps: Sequence[Correction]

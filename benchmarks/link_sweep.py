@@ -1,4 +1,4 @@
-"""Does reuse cost anything where the link is too slow for it, on real servers?
+"""Does reuse cost anything on real servers if the link is too slow for it?
 
     python -m benchmarks.link_sweep [--documents 8] [--json benchmarks/results/link_sweep.json]
 

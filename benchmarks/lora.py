@@ -1,4 +1,4 @@
-"""What do adapters of one server save when they read one another's context?
+"""How much do adapters of one server save if they read one another's context?
 
     python -m benchmarks.lora [--adapters 2 4 8 16] [--rounds 1]
     python -m benchmarks.lora --activated 8 [--rounds 2]
@@ -11,16 +11,16 @@ layers, [4, 7), by a made-up profile that passed its gate.
 
 Physics: a full prefill computes 12 layers for every token, the block about 2.1 layers (two whole,
 and K and V of the third). So the second adapter's first token is at best 12 / 2.1 = 5.7 times
-faster, less the forward over the question. If n adapters are sent at once, the work is
-12 + 2.1 (n - 1) layers in place of 12 n: 3.6 times less for 8. Decoding is the same on both sides.
+faster, less the forward over the question. If n adapters are sent at once, the work is 12 + 2.1 (n
+- 1) layers in place of 12 n: 3.6 times less for 8. Decoding is the same on both sides.
 
 Contenders take turns on fresh documents. We compare outputs before times. SGLang's answer must
 agree with an oracle's full prefill of the merged weights, and the extension's with the oracle's
 same plan. In every round the first adapter's answers must agree.
 
-With `--activated`: what do n activated adapters cost beside n ordinary ones? A batch may hold
-`max_loras_per_batch` adapters. An activated adapter needs the base in its batch, too. With n slots,
-one of n requests sent at once waits until another has answered; with n + 1 slots none waits.
+With `--activated`: how much do n activated adapters cost, beside n ordinary adapters? A batch may
+hold `max_loras_per_batch` adapters. An activated adapter needs the base in its batch, too. With n
+slots, one of n requests sent at once waits until another has answered; with n + 1 slots none waits.
 Nothing is recomputed for an activated adapter, so at best the time to first token is the question's
 forward. Before times, all answers are compared between the two numbers of slots.
 """
@@ -228,7 +228,7 @@ def activated_bench(models: Models, num_tokens: int) -> Iterator[Bench]:
 
 
 def measure_activated(testbed: Bench, rounds: int) -> list[dict[str, Any]]:
-    """Measure like `measure`, and also the last time to first token of a burst, in which a request
+    """Measure like `measure`, and also the last time to first token of a burst. In it, a request
     may wait for a slot."""
     times: dict[str, dict[str, list[float]]] = {
         who: {"later_ttft_ms": [], "burst_ms": [], "last_ttft_ms": []} for who in testbed.servers

@@ -1,9 +1,9 @@
-"""Is the plan that is chosen never slower than a full prefill, on a GPU and over any link?
+"""Is the chosen plan never slower than a full prefill, on a GPU and over any link?
 
     python -m benchmarks.never_slower [--json benchmarks/results/never_slower.json]
 
 The fits and the policy are the product's; the device is computed from public figures. The device
-serves some 400 prompts of 32 to 40,000 tokens, in full or with a block recomputed. It also fetches
+serves about 400 prompts of 32 to 40,000 tokens, in full or with a block recomputed. It also fetches
 and loads, and every time has noise and a rare delay by other work. The fits learn from these times
 and choose plans. We compare the plans by their true times, which the policy never sees.
 
@@ -12,10 +12,10 @@ Physics of a pass over n tokens, c before each, through w layers of a Llama-3-8B
     a layer   the longest of its launches, its products at the utilisation, and its weights read
     link      fetches share it evenly: each waits for its bytes and as many of every other fetch
     copies    host to device, E before the block and KV beside it
-    overhead  of a fetch beside its bytes: a round trip, and until the scheduler sees its end
+    overhead  of each fetch: a round trip, and the time until the scheduler sees its end
 
-The fixed plans to compare with are a full prefill and every proven block. A chosen plan is given up
-by the server's own rules, from the progress of its fetch, and then costs a full prefill on top.
+The fixed plans to compare with are a full prefill and every proven block. The server's own rules
+may give a chosen plan up, by the progress of its fetch. Then it costs a full prefill on top.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
 FETCHES = (0, 1, 4, 16)
 FRAME_BYTES = PeerConfig().frame_bytes
 NUM_LOOKS = 32
-"""Number of frames of a fetch at which we check its progress. A server checks at each frame."""
+"""Number of frames of a fetch after which we check its progress. A server checks at each frame."""
 RATE_S = 0.2
 """Seconds that a fetch runs before its rate counts, as in `sglang_droidspeak.request.arrivals`."""
 FAR = Location("tcp://far:1")
@@ -217,8 +217,8 @@ class Truth:
         return self.reuse_s(plan) if given_up_s is None else given_up_s + self.full_s
 
     def _given_up_s(self, plan: Plan, patience: Patience) -> float | None:
-        """Seconds after which the fetch is given up: when a frame is later than the server waits.
-        None: never."""
+        """Return the seconds after which the fetch is given up, because a frame is later than the
+        server waits. None if it is never given up."""
         num_bytes, ready_s = sum(self._bytes(plan)), self.wait_s(plan)
         most_s = patience.most_s + self._recompute_s(plan)
         num_frames = -(-num_bytes // FRAME_BYTES)

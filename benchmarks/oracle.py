@@ -8,7 +8,7 @@ dtype, for one sequence at a time: ids are `[1, tokens]`.
     # layers [block.stop, num_layers)   loaded      sender's KV
     #
     # tokens [0, own)                   the receiver's own KV at every layer (exact)
-    # tokens [own, num_tokens)          as above; the recomputed ones attend over the own ones too
+    # tokens [own, num_tokens)          as above; recomputed tokens also attend to tokens [0, own)
 
 A server reuses whole pages only: pass the ids of those pages as the prefix, and the rest as the
 beginning of the suffix.
@@ -54,7 +54,7 @@ class Generated:
     @property
     def sure(self) -> list[int]:
         """Tokens before the first position with two nearly equal candidates. Any float32
-        implementation must choose these tokens, too."""
+        implementation must choose the same tokens."""
         return self.ids[: next((i for i, it in enumerate(self.margins) if it < TIE), None)]
 
 
@@ -108,8 +108,8 @@ def partial_prefill(
     own: int = 0,
     correct: Callable[[Tensor], Tensor] = lambda e: e,
 ) -> list[KV]:
-    """Compute the receiver's KV for `ids` at all layers, by the tables above. An empty block loads
-    all layers. `correct` maps the sender's E before the block begins."""
+    """Compute the receiver's KV for `ids` at all layers, by the tables of the module's docstring.
+    An empty block loads all layers. `correct` maps the sender's E before the block begins."""
     theirs = prefill(sender, ids)
     ours = prefill(receiver, ids[:, :own]).kv if own else [_cut(kv, 0, 0) for kv in theirs.kv]
     recomputed: dict[int, KV] = {}

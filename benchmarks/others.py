@@ -10,15 +10,15 @@ There the base has read the document first, and the adapter answers from the bas
     questions                     recomputes its profile's block, [6, 24), with corrected E
     questions_alora, json_alora   recompute nothing: activated adapters share exactly
 
-SGLang alone cannot serve an activated adapter. Their full prefill is the extension's, `mode: off`.
+SGLang alone cannot serve an activated adapter: its full prefill is the extension's `mode: off`.
 
 Both sides take turns, except for REFRACT. Each request has a salt of its own, and so reads no cache
 of another prompt. It names its block, so that a plan that saves no time is judged, too. Adapters
 learned to read records of packages, and answer few of these prompts well. Read the share of equal
 answers first.
 
-Physics: on the document, the plan saves 12 of 30 layers, and an activated adapter all. Prompts have
-less than the profile's 400 tokens, so other costs take a part of that.
+Physics: on the document, the plan saves 12 of 30 layers, and an activated adapter saves all.
+Prompts are shorter than the profile's 400 tokens, so other costs use up a part of this.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def named(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
 
 
 def refract(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """Judge by REFRACT's axes that compare answers. Each of its prompts follows a document. Its
-    fourth axis needs a prompt's log-probabilities, for which SGLang prefills in full."""
+    """Judge by the axes of REFRACT that compare answers. Each of its prompts follows a document.
+    Its fourth axis needs a prompt's log-probabilities, for which SGLang prefills in full."""
     from hard_needle.distractors import BuiltinDistractorPool
     from refract import runner
     from refract.axes import plad, rniah, trajectory
@@ -232,9 +232,9 @@ def tools(bench: Bench, model: str, num: int) -> Iterator[dict]:
     lines = (folder / "possible_answer" / name).read_text().splitlines()
     right = {it["id"]: [*it["ground_truth"][0]] for it in map(json.loads, lines)}
     by_list: dict[str, list[Case]] = {}
-    for it in map(json.loads, (folder / name).read_text().splitlines()):
-        listed = "Tools:\n" + json.dumps(it["function"])
-        case = Case(listed, it["question"][0][-1]["content"], right[it["id"]])
+    for asked in map(json.loads, (folder / name).read_text().splitlines()):
+        listed = "Tools:\n" + json.dumps(asked["function"])
+        case = Case(listed, asked["question"][0][-1]["content"], right[asked["id"]])
         by_list.setdefault(listed, []).append(case)
     lengths = {it: len(bench.tokenizer.encode(it)) for it in by_list}
     some = [it for it in by_list if len(by_list[it]) > 1 and 200 < lengths[it] <= NUM_TOKENS]
@@ -243,8 +243,8 @@ def tools(bench: Bench, model: str, num: int) -> Iterator[dict]:
 
 
 def load(server: Server, model: Path) -> dict:
-    """Run SGLang's own load. The base reads four documents. Then adapters ask; a Zipf distribution
-    draws them."""
+    """Run SGLang's own load benchmark. The base reads four documents. Then adapters ask, drawn by a
+    Zipf distribution."""
     command = f"""-m sglang.bench_serving --backend sglang --base-url {server.url} --model {model}
         --dataset-name generated-shared-prefix --gsp-num-groups 4 --gsp-prompts-per-group 5
         --gsp-system-prompt-len 256 --gsp-question-len 32 --gsp-output-len 4 --seed 3
@@ -254,9 +254,9 @@ def load(server: Server, model: Path) -> dict:
         command += f" --output-file {out.name}"
         for words in (command, f"{command} {zipf}"):
             subprocess.run([sys.executable, *words.split()], check=True, stdout=subprocess.DEVNULL)
-        found = json.loads(out.readlines()[-1])
+        measured = json.loads(out.readlines()[-1])
     names = ("completed", "median_ttft_ms", "p99_ttft_ms", "total_throughput")
-    return {"server": server.name} | {it: found[it] for it in names}
+    return {"server": server.name} | {it: measured[it] for it in names}
 
 
 def scorers(pairs: Sequence[tuple[str, str]]) -> dict:

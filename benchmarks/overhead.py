@@ -1,4 +1,4 @@
-"""What does the extension cost where nothing is reused?
+"""How much does the extension cost if nothing is reused?
 
     python -m benchmarks.overhead [--rounds 20] [--case peers] [--case ...]
 
@@ -11,9 +11,10 @@ more as a control, and SGLang with the extension. The cases for the extension:
 
 Expected cost: a hash and a tree walk per request. The first case adds one copy of E per kept layer
 and token, and another thread copies new KV to host memory. The goal is at most 2 % of TTFT and of
-throughput. The servers take turns, each first as often as the others, so that all see the same
-machine. Answers are compared byte by byte. Ratios to the first server are medians over rounds. The
-control's distance from 1 is the difference that the machine cannot resolve.
+throughput. The servers take turns, each first as often as the others, so that other work on the
+machine disturbs all alike. Answers are compared byte by byte. Ratios to the first server are
+medians over rounds. The control's distance from 1 is the difference that the machine cannot
+resolve.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def answered_s(server: Server, load: Load, **asked: Any) -> tuple[float, list[li
 def compare(
     servers: Sequence[Server], rounds: int, **asked: Any
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of each round, by measurement and server. `asked` has further arguments of
+    """Return the seconds of each round, by measurement and server. `asked` are further arguments of
     the requests."""
     times: dict[str, dict[str, list[float]]] = {}
     for seed in range(rounds):

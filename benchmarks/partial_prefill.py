@@ -1,4 +1,5 @@
-"""How much sooner does the first token come when the prefix is another model's, and what limits it?
+"""How much faster is the first token if the prefix's KV is another model's, and what limits the
+gain?
 
     python -m benchmarks.partial_prefill [--documents 7] [--dtype float32] [--codec none]
 
@@ -11,7 +12,8 @@ full prefill plus the forward over the new tokens, which attends over the prefix
 Overhead is added: matching, fetching, copying into slots, scheduling. Each server computes with one
 thread, so that on two cores the other core moves the bytes. The contenders take turns on the same
 documents, and their answers are compared before their times. In float32 without a codec, an answer
-must agree with an oracle's by the same plan; for all layers, with the full prefill's.
+must agree with an oracle's by the same plan. With all layers recomputed, it must equal full
+prefill's.
 
 The second part paces the link between the two with the transport's own bandwidth cap. It compares
 the strategies of the paper: load everything first, load only the reused layers first, or pipeline

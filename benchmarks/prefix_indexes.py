@@ -28,7 +28,7 @@ PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes
 
 
 class Prompt:
-    """One prompt in the form that each index reads, made before the clock starts."""
+    """One prompt, in the forms that the indexes read. They are made before the clock starts."""
 
     def __init__(self, tokens: array[int], pages: list[PageHash]) -> None:
         self.tokens = tokens
@@ -66,7 +66,7 @@ class _NoPool:
 
 
 class SGLangRadix:
-    """A radix tree of SGLang over tokens; models are namespaces (`extra_key`), walked in turn."""
+    """A radix tree of SGLang over tokens. A lookup walks each model's namespace (`extra_key`)."""
 
     def __init__(self, tree: type, core: str | None, num_models: int) -> None:
         self.tree = tree(

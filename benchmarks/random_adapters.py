@@ -62,7 +62,7 @@ def write_adapter(
 
 
 def activate(adapter: Path, invocation: Sequence[int]) -> Path:
-    """Have the adapter in this folder act only after these tokens."""
+    """Make the adapter in this folder act only behind these tokens."""
     file = adapter / "adapter_config.json"
     stated = json.loads(file.read_text())
     file.write_text(json.dumps({**stated, "alora_invocation_tokens": list(invocation)}))

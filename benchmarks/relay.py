@@ -47,7 +47,7 @@ NUM_COMPARED = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """One request for one new token."""
+    """Measurement of one request for one new token."""
 
     ttft_ms: float
     token: int
@@ -223,9 +223,9 @@ def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> It
 def asked(
     testbed: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
 ) -> dict[str, list[Sample]]:
-    """Ask about every document under every arm. `arms` has the controls of each arm by name.
-    Another arm is first each time. Results of the first `num_learning` documents are left out: the
-    server learns its speeds from them."""
+    """Ask about every document with each set of controls in `arms`, by name. Another set is first
+    for each document. Results of the first `num_learning` documents are left out: the server learns
+    its speeds from them."""
     samples: dict[str, list[Sample]] = {name: [] for name in arms}
     for document in range(len(testbed.documents)):
         for name in rotated(list(arms), document):
@@ -245,7 +245,7 @@ def in_turns(testbed: Bench) -> dict[str, list[Sample]]:
 def paired_ratio(
     samples: Mapping[str, Sequence[Sample]], one: str = "auto", of: str = "off"
 ) -> float:
-    """Median ratio of the TTFT of arm `one` to the TTFT of arm `of`, about the same document."""
+    """Median ratio of TTFTs about the same document: with controls `one`, by controls `of`."""
     pairs = zip(samples[one], samples[of], strict=True)
     return statistics.median(a.ttft_ms / b.ttft_ms for a, b in pairs)
 

@@ -1,19 +1,19 @@
-"""What does it cost an engine that decodes to serve its cache meanwhile?
+"""How much slower does an engine decode while it serves its cache?
 
     python -m benchmarks.serving [--windows 8] [--mb-s 100 400 0]
 
 A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Windows of one
-second alternate: in every second one, a process fetches a document of 2,000 tokens (147 MB) from
-the server's cache again and again, at the given rate (0: as fast as possible). The time between two
-tokens is one step of the scheduler thread. The cache's threads lengthen the step through the
+second alternate. In every second window, a process fetches a document of 2,000 tokens (147 MB) from
+the server's cache again and again, at the stated rate (0: as fast as possible). The time between
+two tokens is one step of the scheduler thread. The cache's threads lengthen the step through the
 interpreter's lock, the processor's caches and, if they run there, its core. The goal: 2 % at most.
 
 The ratio compares the means of neighbouring windows: at the lower rates a fetch is a burst of a
 tenth of a second, which a median would not see. The server computes with one thread on the first
-core. The reader runs on the last core: a reader on another machine would not take the
-scheduler's core either. The system chooses the cores of the server's other threads. We do not
-separate what so many bytes cost the machine without any serving. First the answer is compared with
-the same server's answer while nothing is fetched.
+core. The reader runs on the last core: a reader on another machine would not take the scheduler's
+core either. The system chooses the cores of the server's other threads. The ratio includes the cost
+of moving so many bytes on this machine. First the answer is compared with the same server's answer
+while nothing is fetched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does a shared storage cost beside this project's own transport?
+"""How much slower or faster is a shared storage than this project's own transport?
 
     python -m benchmarks.shared_tier [--from transport file mooncake] [--documents 8]
 
@@ -11,8 +11,8 @@ server learns its speeds from the first two documents; medians are taken over th
 
 Physics: the transport moves bytes once. A storage has the bytes written first, which we do not
 time. The receiver asks the storage for every page, and each page and layer is an object that is
-copied out of a slot and checked. Both read the same bytes. GB/s are bytes over the time of the
-fetch.
+copied out of a slot and checked. Transport and storages read the same bytes. GB/s are bytes over
+the time of the fetch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sglang_droidspeak.fleet.servers import ProgramSpec, free_port, running
 
 NUM_SHARED = 1000
 WRITTEN_S = 5.0
-"""Seconds that the storage has for writes in the background."""
+"""Seconds that a storage gets to write the sender's KV in the background."""
 TRANSPORT = "transport"
 
 Settings = Mapping[str, Any]
@@ -49,7 +49,7 @@ Settings = Mapping[str, Any]
 
 @contextlib.contextmanager
 def storage(name: str, folder: Path) -> Iterator[Settings]:
-    """Yield the settings of both servers for this storage. Its processes run inside the block."""
+    """Yield both servers' settings for this storage, while the storage's processes run."""
     if name == TRANSPORT:
         yield {"shared_memory": False}
     elif name == "file":

@@ -4,12 +4,12 @@
     python -m benchmarks.stale_kv --work build/stale_kv --json benchmarks/results/stale_kv.json
 
 All weights of the real base are trained on two skills, at falling rates. The last checkpoint
-answers over each ancestor's KV of a context, all layers, and over its own. The distance of two
+answers over each ancestor's KV of a context (all layers), and over its own KV. The distance of two
 checkpoints is the relative change of all weights (`tools/real/line.py`).
 
-KV is computed in bf16, as it is stored. Questions and answers run in float32: their own rounding
-would hide a small loss. Contexts have distinct records that the training has not seen. Each is
-asked one question of each skill. A run that was stopped continues after its last context.
+KV is computed in bf16, as it is stored. Questions and answers run in float32, because rounding in
+bf16 would hide a small loss. Contexts have distinct records that the training has not seen, and one
+question of each skill. A run that was stopped continues after its last context.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from tools.real.questions import SKILLS, document
 
 PACKAGES: Final = ROOT / "examples/real/packages.jsonl"
 READ: Final = {350: (25, 22, 16, 0), 1000: (22, 16)}
-"""Ancestors that send KV, by the approximate length of contexts in tokens."""
+"""By approximate length of contexts in tokens, the ancestors that send KV: their training steps."""
 NUM_RECORDS: Final = {350: 4, 1000: 12}
-"""Records in a context."""
+"""By approximate length of contexts in tokens, the number of records in a context."""
 NUM_CONTEXTS: Final = 120
 
 
@@ -79,11 +79,11 @@ def questions(skill: str, chosen: Sequence[Sequence[Package]]) -> Iterator[Recor
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The last checkpoint, and the ancestors that it reads KV of."""
+    """The last checkpoint, and the ancestors with KV that it reads."""
 
     answerer: Answerer
     own: LayeredModel
-    """The reader in the type that KV is computed in."""
+    """The last checkpoint, in the dtype in which KV is computed."""
     ancestors: Mapping[int, LayeredModel]
 
     def compare(self, asked: Sequence[Document], steps: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ of the same size. The contenders take turns, and their bytes are compared first.
 those of all threads of both processes.
 
 raw TCP           `sendall`, `recv_into`, without checksums, with the system's buffers
-ZMQ frames        a message a frame, sent without a copy; ZMQ copies once, into the buffer
+ZMQ frames        one message per frame, sent without a copy; ZMQ copies once, into the buffer
 ZMQ, CURVE        the same, sealed by ZMQ's I/O threads (XSalsa20-Poly1305)
 memcpy            within the receiver
 transport         a fetch over TCP into memory of an earlier fetch, as `Cache` does
@@ -61,10 +61,9 @@ from cachetree.transport import write_key_pair
 
 KEYED, FRAMES, CURVE = "transport, keys", "ZMQ frames", "ZMQ, CURVE"
 MOST_QUEUED = 16
-"""Messages queued by a ZMQ socket on either side, so that ZMQ and the network work at once."""
+"""Messages that a ZMQ socket queues on either side, so that ZMQ and the network work at once."""
 REST_S = 0.05
-"""Largest number of messages that a ZMQ socket queues on either side. With a queue, ZMQ and the
-network work at once."""
+"""Seconds of rest before each run."""
 
 Runs = dict[str, Callable[[], list[memoryview]]]
 """Contenders by name. Each is a function that returns the bytes it received."""

@@ -11,12 +11,12 @@ tree over tokens compares 512 bytes per page. A tree over page hashes compares 1
 once for all models, and then pays per node. The hash itself takes 16 bytes a page; a Python object
 per page takes at least four times as much.
 
-All contenders are built from the same prompts in one process and get the same questions, in an
-order that rotates. We compare the lengths that they return before we read any time. Times are CPU
-time of this thread with garbage collection off, minus the cost of reading the clock. Page hashes
-are made before; a row of its own says what they cost. SGLang's trees read tokens and need no
-hashes. A contender that would need more than `--memory-gib` is left out. For memory, a second
-process sends every allocation through malloc: we report by how much the index makes it grow.
+All contenders are built from the same prompts in one process, and look the same prompts up. Another
+contender is first each time. We compare the lengths that they return before we read any time. Times
+are CPU time of this thread with garbage collection off, minus the cost of reading the clock. Page
+hashes are made before; the table has their cost in a row of its own. SGLang's trees read tokens and
+need no hashes. A contender that would need more than `--memory-gib` is left out. For memory, a
+second process sends every allocation through malloc: we report how many bytes the index adds.
 """
 
 from __future__ import annotations

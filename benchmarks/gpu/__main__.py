@@ -1,7 +1,7 @@
 """Does the CUDA path work on this device, and how fast? Fifteen minutes at most; `make gpu`.
 
     python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.json] [--only PART ...]
-    python -m benchmarks.gpu --rehearse    on CPUs: parts with servers that run there, in small
+    python -m benchmarks.gpu --rehearse    on CPUs: small versions of the parts that run there
 
     ttft       an 8B-shaped pair of 32 layers, a quarter of them recomputed, at 2K, 10K and 40K
                tokens, beside SGLang's full prefill and its radix cache; answers compared
@@ -17,11 +17,10 @@
     sanitizer  the copies under torch's CUDA sanitizer, and under NVIDIA's
     flashinfer FlashInfer's answer over a cached prefix, saved for tests without a device
 
-Parts run in order of worth. Each has its own time limit, plus the time that earlier parts leave. At
-the limit a part is cut, and its results so far are reported, marked as cut. A part that cannot
+Parts run in order of worth. Each has its own time limit, plus the time that earlier parts left. At
+the limit a part is ended, and its results so far are reported, marked as cut. A part that cannot
 run on this machine says why. The file is written at each result, so a run may be stopped at any
-time. With `--only`, the file's rows of all other parts stay, with the environment in which they
-were measured.
+time. With `--only`, the file keeps the rows of all other parts, with their environments.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ Report = Callable[[str, Found], None]
 DUMP = Path("build/flashinfer.safetensors")
 QUANTISED = "awq or gptq or fp8"
 SLOWER = 5
-"""Factor by which a rehearsal on CPUs may take longer."""
+"""Factor by which a rehearsal on CPUs may take longer than the parts' time limits."""
 _FEW_TOKENS = 256
 """Number of tokens of a part that runs under a sanitizer."""
 
@@ -107,7 +106,7 @@ def compared(selection: str, _num_tokens: int) -> Iterator[Found]:
 
 
 def served(name: str, num_tokens: int) -> Iterator[Found]:
-    """Run a part whose servers make random weights on their device."""
+    """Run a part with servers that make random weights on their device."""
     needs("sglang", on_cpus=True)
     from benchmarks.gpu import adapters, servers, throughput
 
@@ -121,7 +120,7 @@ WATCHED = (*HERE, *_COPIES, "--tokens", str(_FEW_TOKENS))
 TORCHS = ("env", "TORCH_CUDA_SANITIZER=1")
 NVIDIAS = (
     *("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"),
-    # torch reads every error, and some failing calls are only questions.
+    # torch reads every error, and some of its calls fail on purpose.
     *("--report-api-errors", "no"),
 )
 PARTS = {
@@ -186,7 +185,7 @@ def main() -> None:
 
 
 def save(rows: Sequence[Found], environment: Environment, file: Path | None) -> None:
-    """Write the rows so far, and the file's rows of other parts."""
+    """Write the rows so far, and the file's rows of parts that did not run."""
     all_rows = result.with_others(rows, "part", environment, file)
     result.save("gpu", {"rows": all_rows}, environment, file)
 

@@ -1,5 +1,5 @@
-"""Time eight adapters of one server that read one document, beside SGLang alone: `benchmarks.lora`
-with layers of an 8B model."""
+"""Time eight adapters of one server that read one document, beside SGLang alone. This is
+`benchmarks.lora` with layers of an 8B model."""
 
 from __future__ import annotations
 

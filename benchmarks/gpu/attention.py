@@ -1,6 +1,6 @@
-"""Dump FlashInfer's answer on this device, called over a cached prefix as SGLang's backend does.
+"""Save FlashInfer's output over a cached prefix on this device, called as by SGLang's backend.
 
-`tests/cuda/test_gpu_benchmark` replays the dumps of `tests/cuda/flashinfer` on a CPU.
+`tests/cuda/test_gpu_benchmark` replays the files of `tests/cuda/flashinfer` on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 NEW, BEFORE = (5, 3), (20, 7)
-"""New tokens of two prompts, and tokens of their cached prefixes."""
+"""Numbers of new tokens of two prompts, and of tokens of their cached prefixes."""
 _WORKSPACE_BYTES = 128 << 20
 
 
@@ -22,7 +22,7 @@ def edges(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def dump(path: Path, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
-    """Write FlashInfer's inputs and its answer to a file of tensors."""
+    """Write FlashInfer's inputs and output to a file of tensors."""
     import flashinfer
 
     generator = torch.Generator().manual_seed(0)

@@ -58,8 +58,8 @@ def captured(num_tokens: int) -> Iterator[dict[str, Any]]:
 
 
 class Loads:
-    """Random KV of some tokens in host memory, and a pool to load it into. Slots are whole pages,
-    in random order."""
+    """Random KV of some tokens in host memory, and a pool of slots to load it into. Each page has
+    consecutive slots; pages are in random order."""
 
     def __init__(self, num_tokens: int, *, pin: bool) -> None:
         size = (2, LAYERS, 2 * num_tokens, HEADS, HEAD_DIM)
@@ -73,7 +73,9 @@ class Loads:
         self.slots = (pages + torch.arange(self.page_tokens)).flatten().to("cuda")
         size = (LAYERS, num_tokens, 2, HEADS, HEAD_DIM)
         self.host = torch.empty(size, dtype=torch.bfloat16, pin_memory=pin)
-        rows = torch.randint(1 << 14, size[1:], dtype=torch.int16)  # The bits of finite numbers.
+        rows = torch.randint(
+            1 << 14, size[1:], dtype=torch.int16
+        )  # As bfloat16 these bits are finite numbers.
         for layer, host in enumerate(self.host.view(torch.int16)):
             torch.add(rows, layer, out=host)
         self.num_bytes = self.host.nbytes
@@ -85,7 +87,7 @@ class Loads:
         return lambda layer: pool.load(layer, self.slots, [staged[layer]])
 
     def check(self, steps: Iterator[None]) -> None:
-        """Raise RuntimeError unless this work fills the slots with what is staged."""
+        """Raise RuntimeError unless this work fills the slots with the KV in host memory."""
         self._buffers.zero_()
         for _ in steps:
             pass

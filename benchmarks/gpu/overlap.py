@@ -114,7 +114,7 @@ class Arriving:
 
 
 def loaded(loader: Loader, loads: Loads, way: Way, compute: Callable[[], object]) -> Iterator[None]:
-    """Run one batch, as a `copies.Work`: compute a layer, and load the others beside it."""
+    """Compute a layer, and load the other layers beside it; as a `copies.Work`."""
     source: Any = Arriving(way, loads.num_bytes)
     plan: Any = SimpleNamespace(block=Span(0, 0))
     load = Load(plan=plan, source=source, at=Span(0, len(loads.slots)), slots=loads.slots)
@@ -154,8 +154,8 @@ def ways_of(loads: Loads) -> dict[str, Way]:
 
 
 def overlap(num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Measure all ways in turns, with three numbers of tokens: a quarter of `num_tokens`,
-    `num_tokens`, and four times as many."""
+    """Measure all ways of copying in turns, with three numbers of tokens: a quarter of
+    `num_tokens`, `num_tokens`, and four times as many."""
     results: dict[str, Any] = {}
     loader = Loader(copies.LAYERS, Copies(None, "cuda"))
     for length in (num_tokens // 4, num_tokens, 4 * num_tokens):
@@ -167,7 +167,7 @@ def overlap(num_tokens: int) -> Iterator[dict[str, Any]]:
         for name, value in _measured(loader, loads, layer, ways).items():
             results[f"{length}_{name}"] = value
         yield results
-        del loads, layer, ways, way  # The next ones need the memory.
+        del loads, layer, ways, way  # The next number of tokens needs the memory.
     loader.close()
 
 

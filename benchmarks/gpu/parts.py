@@ -23,7 +23,7 @@ import torch
 
 Found = dict[str, Any]
 REHEARSAL = "DROIDSPEAK_GPU_REHEARSAL"
-"""Variable of the environment under which servers run on CPUs, at small sizes."""
+"""Environment variable: if it is set, servers run on CPUs, at small sizes."""
 _MERCY_S = 10.0
 """Seconds that a process has to stop its servers after SIGTERM."""
 
@@ -69,17 +69,17 @@ def attempt(part: Part, num_tokens: int, tell: Callable[[Found], None]) -> None:
 def within(
     command: Sequence[str], most_s: float, report: Callable[[Found], None] = lambda _: None
 ) -> Found:
-    """Run a command for at most `most_s` seconds, and report each line that it prints at once.
-    Return the last results that it has printed."""
+    """Run a command for at most `most_s` seconds. Report each line of JSON as soon as it is
+    printed, and return the last one."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ
     )
     reports: list[Found] = []
 
     def read() -> None:
-        for it in lines_of_json(process.stdout):
-            reports.append(it)
-            report(it)
+        for results in lines_of_json(process.stdout):
+            reports.append(results)
+            report(results)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -125,7 +125,7 @@ def run_all(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Mapping[str, Any]]:
-    """Run all parts in order. Each part has its own time, and the time that earlier parts left."""
+    """Run all parts in order. Each has its own time, plus the time that earlier parts left."""
     results_of: dict[str, Mapping[str, Any]] = {}
     spare_s = 0.0
     for name, part in parts.items():

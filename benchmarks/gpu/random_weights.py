@@ -54,8 +54,8 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor], seeds: Mapping[str, 
         out.write(len(head).to_bytes(8, "little") + head)
         out.truncate(8 + len(head) + size)
     with file.open("r+b") as out:
-        for name, it in read_tensors([file]).items():
-            out.seek(it.offset)
+        for name, stored in read_tensors([file]).items():
+            out.seek(stored.offset)
             out.write(seeds[name].to_bytes(_SEED_BYTES, "little"))
     # The hole is not hashed: the seeds say which tensors are equal.
     kept(user_cache(), "tensors", file, lambda _: {k: f"{v:064x}" for k, v in seeds.items()})
@@ -81,7 +81,7 @@ def register() -> None:
 def _random_weights(
     read: Any, loader: object, source: Any, **options: object
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read adapters as SGLang does: their file has weights."""
+    """Make random weights. If a folder has weights, as an adapter has, read them."""
     path, device = Path(source.model_or_path), "cuda" if torch.cuda.is_available() else "cpu"
     is_seeded = (path / _FILE).exists()
     yield from random_weights(path, device) if is_seeded else read(loader, source, **options)
@@ -91,11 +91,11 @@ def random_weights(path: Path, device: str) -> Iterator[tuple[str, torch.Tensor]
     """Make each tensor of a checkpoint of `write_seeded`. Norms are 1."""
     file = path / _FILE
     with file.open("rb") as opened:
-        for name, it in read_tensors([file]).items():
-            opened.seek(it.offset)
+        for name, stored in read_tensors([file]).items():
+            opened.seek(stored.offset)
             seed = int.from_bytes(opened.read(_SEED_BYTES), "little")
             generator = torch.Generator(device).manual_seed(seed)
-            tensor = torch.empty(it.shape, dtype=torch.bfloat16, device=device)
+            tensor = torch.empty(stored.shape, dtype=torch.bfloat16, device=device)
             if name.endswith("norm.weight"):
                 yield name, tensor.fill_(1)
             else:

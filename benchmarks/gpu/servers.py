@@ -27,7 +27,7 @@ TOLERANCE = 0.1
 PAGE = 64
 REPEATS = 3
 _TOLD = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR) \S+::(\S+)")
-"""One test's outcome in the output of pytest-xdist."""
+"""Pattern of one test's outcome in the output of pytest-xdist."""
 _AT_ONCE = 4
 """Cases that run at once, each with two small servers: most of their time is start-up on the
 host."""
@@ -41,19 +41,19 @@ class Scale:
     heads: int
     kv_heads: int
     wide: int
-    """Width of the MLP."""
+    """Width of a layer's MLP."""
     layers: int
     block: Span
     """Layers that are recomputed. Below them the models are equal, so an answer with reuse has to
     equal full prefill's."""
     lengths: Sequence[int]
-    """Tokens of the prompts for which the first token is timed."""
+    """Lengths, in tokens, of the prompts whose first token is timed."""
     num_documents: int
     document_tokens: int
     run_s: float
     """Seconds of arrivals at one rate."""
     host_gb: int
-    """Memory of the sender's cache, which holds all documents, and of the receiver's staging."""
+    """GB of the sender's cache, which holds all documents, and of the receiver's staging memory."""
     options: Mapping[str, Any]
     """Options of SGLang."""
 
@@ -101,8 +101,7 @@ def scale() -> Scale:
 
 
 class SizedServer(ServerSpec):
-    """A server that is told the size of its KV pool, so that it can start while other servers take
-    memory."""
+    """A server with a stated KV pool, which can start while other servers take memory."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
         return False
@@ -150,8 +149,8 @@ def pair(paths: Sequence[Path], at: Scale, **more: Any) -> list[ServerSpec]:
 
 
 def measured(sender: Server, receiver: Server, at: Scale) -> Iterator[dict[str, Any]]:
-    """Measure all ways in turns. The first request of each length warms up. Raises RuntimeError if
-    an answer with reuse differs from the full prefill's answer before it."""
+    """Measure the three ways in turns. The first request of each length warms up. Raises
+    RuntimeError if an answer with reuse differs from the full prefill's answer before it."""
     results: dict[str, Any] = {"layers": at.layers, "recomputed": len(at.block)}
     for length in at.lengths:
         times: dict[str, list[float]] = {"full": [], "radix": [], "reused": []}
@@ -207,7 +206,7 @@ def control_of(block: Span) -> dict[str, str]:
 
 
 def reused(server: Server, tokens: Sequence[int], block: Span) -> FirstToken:
-    """Ask until the sender offers all pages that it has read. Return the last answer."""
+    """Ask until all pages of the prompt that can be reused are reused. Return the last answer."""
     num_reusable = (len(tokens) - 1) // PAGE * PAGE
     deadline = time.monotonic() + 20
     while True:

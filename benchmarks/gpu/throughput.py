@@ -2,9 +2,9 @@
 
 A receiver gets requests for documents that a sender has read, at random times (Poisson). The
 receiver's KV pool has room for less than half of the documents, so none is left there when the next
-request for it comes. One way computes all layers, the other recomputes a block. The rate rises from
-run to run, until fewer than nine of ten first tokens are in time. The target is twice the time of a
-full prefill on an idle server. Each way gets a minute.
+request for it comes. Two ways are compared: to compute all layers, and to recompute a block. The
+rate rises from run to run, until fewer than nine of ten first tokens are in time. The target is
+twice the time of a full prefill on an idle server. Each way gets a minute.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def measure(_num_tokens: int) -> Iterator[dict[str, Any]]:
     with running_pair(at, **{"max-total-tokens": pool_tokens}) as (sender, receiver):
         for tokens in documents:
             sender.generate(tokens, max_new_tokens=1)
-        for tokens in documents:  # Returns once the sender offers it.
+        for tokens in documents:  # Returns once the sender offers the document.
             reused(receiver, tokens, at.block)
         yield from measured(Requests(receiver.url, documents, receiver.flush, at))
 
 
 class Requests:
-    """Requests of one receiver."""
+    """Sends requests to one receiver."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Requests:
         self._url, self._documents, self._flush, self._send = url, documents, flush, send
 
     def ask(self, times_s: Sequence[float], controls: Mapping[str, str]) -> list[Answer]:
-        """Ask about the documents in turns, from an empty cache. Each request is sent when its time
-        has come."""
+        """Ask about the documents in turns, from an empty cache. Each request is sent at its
+        time."""
         self._flush()
         documents = shuffled_rounds(len(times_s), len(self._documents), SEED)
         return self._send(
@@ -80,7 +80,7 @@ class Requests:
 
 
 def measured(requests: Requests, clock: Callable[[], float] = time.monotonic) -> Iterator[Any]:
-    """Yield the results after each run."""
+    """Raise the rate from run to run for each way, and yield the results after each run."""
     ways = {"full": {"mode": "off"}, "reused": control_of(requests.at.block)}
     idle = [requests.ask([0.0], ways["full"])[0] for _ in range(4)][1:]
     target_s = TARGET * median(it.ttft_s for it in idle)

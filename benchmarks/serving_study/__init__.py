@@ -1,4 +1,4 @@
-"""Serving under load: what reuse gives where requests wait for one another.
+"""Serving under load: how much reuse gains if requests wait for one another.
 
     python -m benchmarks.serving_study              all studies
     python -m benchmarks.serving_study --quick      the same on tiny models, in two minutes
@@ -13,6 +13,6 @@
     measures   percentiles, goodput, and the queue that theory expects
 
 Contenders get the same requests at the same times. Only in S15b each has its own documents, because
-they must be new. In S15 and S21 answers are compared with those of an idle server before times are.
-In the other studies outcomes are counted.
+they must be new. In S15 and S21, answers are compared with an idle server's before times are
+compared. In the other studies, outcomes are counted.
 """

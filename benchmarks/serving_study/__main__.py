@@ -1,4 +1,4 @@
-"""Run the studies."""
+"""Run studies of serving under load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Times of requests: the same seed gives the same times to every contender.
 
-A process has a mean rate of one request a second; `at_rate` scales it to any rate. So two rates
-differ only in pace (common random numbers).
+Times are drawn at a mean rate of one request a second; `at_rate` scales them to any rate. So two
+rates differ only in pace (common random numbers).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def poisson(num: int, seed: int) -> list[float]:
 
 
 def gamma(num: int, seed: int, cv: float) -> list[float]:
-    """Seconds from the start, with gaps of a Gamma distribution. A coefficient of variation above 1
-    makes bursts."""
+    """Draw seconds from the start, with gaps of a Gamma distribution. A coefficient of variation
+    above 1 makes bursts."""
     shape = 1 / cv**2
     gaps = np.random.default_rng(seed).gamma(shape, 1 / shape, num)
     return np.cumsum(gaps).tolist()

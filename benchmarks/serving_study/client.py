@@ -27,7 +27,7 @@ class Ask:
     num_new: int
     """Number of tokens to generate."""
     controls: Mapping[str, Any] | None
-    """Settings of the extension. None if the server has no extension."""
+    """Controls of the request for the extension. None if the server has no extension."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Summary of a run: percentiles with intervals, goodput, and the queue that theory expects.
 
-Names are those of `sglang.benchmark.serving` if it has one.
+A measure has the name that `sglang.benchmark.serving` has for it, if any.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def percentiles(name: str, values_s: Sequence[float]) -> dict[str, Any]:
 
 def _interval(values_s: Sequence[float], percent: float) -> tuple[float, float]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It warns if all values are equal.
+        warnings.simplefilter("ignore")  # scipy warns if all values are equal.
         interval = bootstrap(
             (np.asarray(values_s),),
             lambda sample, axis: np.percentile(sample, percent, axis=axis),

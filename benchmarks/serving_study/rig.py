@@ -1,8 +1,8 @@
 """Real servers: replicas of a receiver, with the extension and without, and a worker beside them.
 
-The sender reads every document once and the worker copies it; then the worker waits for more.
-Replicas of the receiver with the extension read from the worker; as many replicas run SGLang alone.
-Each computes with one thread. The requests of one kind go to its replicas in turns.
+The sender reads every document once, and the worker copies its KV. Replicas of the receiver with
+the extension read from the worker; as many replicas run SGLang alone. Each replica computes with
+one thread. Requests of one kind go to its replicas in turns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     heads: int
     block: tuple[int, int]
-    """Layers that the receiver recomputes. If it has time for more, it recomputes `wide_block`."""
+    """Layers that the receiver recomputes; `wide_block` if it has time for more."""
     wide_block: tuple[int, int]
     num_replicas: int
     num_documents: int

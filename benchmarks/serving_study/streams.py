@@ -1,5 +1,5 @@
-"""Two more studies: S15b, in which the sender reads documents in the same stream, and a trace of
-prompts that share their beginnings."""
+"""Two more studies: S15b, in which the sender reads documents in the same stream of requests, and a
+trace of prompts that share their beginnings."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ def _apart(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _ask(rig: Rig, number: int, at_s: float, tokens: Sequence[int], controls: Controls) -> Ask:
-    """Build a request about a document that no other request uses."""
+    """Build a request about a document that no other request is about."""
     return replace(rig.ask(number, 0, at_s, controls), document=number, tokens=tokens)

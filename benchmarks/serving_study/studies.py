@@ -21,7 +21,7 @@ TARGET = 2.0
 """Target for the TTFT, as a multiple of a full prefill's TTFT on an idle server."""
 Say = Callable[[str], None]
 Controls = Mapping[str, Any] | None
-"""Settings of the extension. None: SGLang alone."""
+"""Controls of requests for the extension. None: SGLang alone."""
 Rows = dict[str, list[dict[str, Any]]]
 """Rows of a study's table, by contender."""
 
@@ -107,8 +107,8 @@ def poisson_arrivals(idle: Idle, say: Say) -> Found:
 
 
 def bursts(idle: Idle, say: Say) -> Found:
-    """S21: requests beyond the TTFT target. The rate doubles in the middle of a run, or requests
-    come in bursts (gaps of a Gamma distribution, coefficient of variation 2).
+    """S21: share of requests that miss the TTFT target. The rate doubles in the middle of a run, or
+    requests come in bursts (gaps of a Gamma distribution, coefficient of variation 2).
 
     The contender `adaptive` has the block and the wide block; the wide block answers a little
     better.
