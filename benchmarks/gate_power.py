@@ -35,7 +35,7 @@ from profiles.stats.gate import ERROR_RATE, proven_after
 
 TOLERANCE: Final = 0.05
 FULL: Final = 0.91
-"""Share of answers that are right by full prefill."""
+"""Share of full prefill's answers that are right."""
 GAINED: Final = 0.02
 """Share of full prefill's wrong answers that a plan has right."""
 SIZES: Final = ((120, 2), (120, 6), (300, 2), (300, 6))

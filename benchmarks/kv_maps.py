@@ -69,7 +69,7 @@ from tools.real.check import options
 
 MAPPED: Final = (Span(18, 24), Span(20, 24), Span(22, 24), EMPTY_SPAN)
 LOADED: Final = (Span(6, 24), Span(10, 24), Span(12, 24), Span(18, 24), EMPTY_SPAN)
-"""Blocks from most to least work. With each block, all other layers load KV as it is."""
+"""Blocks of plans that load KV without a map, from most to least work."""
 FOREIGN: Final = "foreign"
 NUM_FOREIGN: Final = 16
 FOREIGN_CHARACTERS: Final = 1_600

@@ -54,7 +54,7 @@ NUM_LAYERS, HIDDEN, MLP, KV_WIDTH = 32, 4096, 14336, 1024
 """Sizes of Llama-3-8B."""
 WEIGHTS = 2 * HIDDEN**2 + 2 * HIDDEN * KV_WIDTH + 3 * HIDDEN * MLP
 KV_BYTES, E_BYTES = 2 * 2 * KV_WIDTH, 2 * HIDDEN
-"""Bytes per token and layer in bfloat16."""
+"""Bytes of KV and of E, per token and layer, in bfloat16."""
 PAGE, NUM_NEW, STEP_TOKENS = 16, 32, 8192
 ROUND_TRIP_S, NOTICE_S = 0.0004, 0.0006
 OVERHEAD_S = ROUND_TRIP_S + NOTICE_S
@@ -110,7 +110,7 @@ DEVICES = (
 
 
 def chunks(tokens: Span) -> Iterator[Span]:
-    """Cut a prefill as SGLang does."""
+    """Cut a prefill into chunks as SGLang does."""
     for start in range(tokens.start, tokens.stop, STEP_TOKENS):
         yield Span(start, min(tokens.stop, start + STEP_TOKENS))
 

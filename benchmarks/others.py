@@ -109,7 +109,7 @@ class Bench:
         return sample
 
     def row(self, instrument: str, task: str, model: str, scores: Sequence[float]) -> dict:
-        """Describe all answers since the last row."""
+        """Summarise the answers since the last row in a new row."""
         alone, extended = self.samples.values()
         same = [a.ids == b.ids for a, b in zip(alone, extended, strict=True)]
         row = {"instrument": instrument, "task": task, "receiver": model, "prompts": len(same)}
@@ -135,7 +135,7 @@ class Bench:
 
 
 def named(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
-    """Compute the share of texts that contain one of their answers."""
+    """Compute the share of texts that contain one of their accepted answers."""
     both = zip(texts, answers, strict=True)
     return statistics.fmean(any(it.lower() in text.lower() for it in some) for text, some in both)
 

@@ -245,7 +245,7 @@ def in_turns(testbed: Bench) -> dict[str, list[Sample]]:
 def paired_ratio(
     samples: Mapping[str, Sequence[Sample]], one: str = "auto", of: str = "off"
 ) -> float:
-    """Median ratio of TTFTs about the same document: with controls `one`, by controls `of`."""
+    """Median ratio of TTFTs about the same document: controls `one` over controls `of`."""
     pairs = zip(samples[one], samples[of], strict=True)
     return statistics.median(a.ttft_ms / b.ttft_ms for a, b in pairs)
 

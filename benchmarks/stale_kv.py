@@ -79,7 +79,7 @@ def questions(skill: str, chosen: Sequence[Sequence[Package]]) -> Iterator[Recor
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The last checkpoint, and the ancestors with KV that it reads."""
+    """The last checkpoint, and its ancestors, from which it reads KV."""
 
     answerer: Answerer
     own: LayeredModel

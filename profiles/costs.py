@@ -39,7 +39,7 @@ from profiles.compute.mixtures import Asked, decode
 from profiles.evidence import CostModel, HeldOutTime
 
 Timer = Callable[[], float]
-"""Returns seconds since a fixed moment."""
+"""Function that returns the seconds since a fixed moment."""
 
 FITTED: Final = (4.0, 3.0, 2.0, 1.0, 0.0)
 HELD_OUT: Final = (2.5, 1.5, 0.5)

@@ -64,7 +64,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
-    """One data set of a split, and each model's own quality on it."""
+    """One data set of a split, and the models' quality on it without a plan."""
 
     name: str
     metric: str
@@ -78,7 +78,7 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """One set of questions, and each model's own quality on it."""
+    """One set of questions, and the models' quality on it without a plan."""
 
     files: tuple[DataFile, ...]
     contexts: tuple[str, ...]
@@ -145,7 +145,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Number of contexts that judged the plan, until it was proven or hopeless. None in old
     profiles, in which all contexts did."""
     full_prefill: float | None = None
-    """Full prefill's quality on these contexts."""
+    """Full prefill's quality on the contexts that judged the plan."""
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +184,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[int, ...]
     """Index of each judged context's task, in the order in which contexts were judged."""
     full_prefill: tuple[tuple[float, ...], ...]
-    """Qualities by context, then by question."""
+    """Full prefill's qualities by context, then by question."""
     plans: tuple[tuple[tuple[float, ...], ...], ...]
     """Qualities of every plan that the gate tried, in the gate's order, by context and question. A
     plan's contexts end when it was proven or hopeless."""
@@ -301,7 +301,7 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         return load_s + compute_s + self.suffix_time_s(num_tokens, num_suffix)
 
     def moved_bytes(self, runs: tuple[Span, ...]) -> tuple[int, int]:
-        """Bytes of KV and of E, per token, that are loaded from elsewhere."""
+        """Bytes of KV and of E, per token, that a plan with these `runs` loads."""
         num_recomputed = sum(len(run) for run in runs)
         num_e = sum(run.start > 0 for run in runs if len(run))
         return (self.num_layers - num_recomputed) * self.kv_bytes, num_e * self.e_bytes

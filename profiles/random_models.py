@@ -70,7 +70,7 @@ def write_models(
 
 
 def random_prompt(num_tokens: int, seed: int) -> list[int]:
-    """Return token ids without special tokens."""
+    """Return random token ids, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 

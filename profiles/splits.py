@@ -91,8 +91,8 @@ def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]
 
 
 def with_answers_of(judged: Sequence[Document], documents: Sequence[Document]) -> list[Document]:
-    """Return the documents with the accepted answers that `judged` has for the same questions. The
-    two may have other tokens."""
+    """Return the documents with the accepted answers of `judged`: the same questions, in the tokens
+    of another model."""
     answers = {question.name: question.answers for it in judged for question in it.questions}
     return [
         replace(it, questions=tuple(replace(of, answers=answers[of.name]) for of in it.questions))

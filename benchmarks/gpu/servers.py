@@ -47,7 +47,7 @@ class Scale:
     """Layers that are recomputed. Below them the models are equal, so an answer with reuse has to
     equal full prefill's."""
     lengths: Sequence[int]
-    """Lengths, in tokens, of the prompts whose first token is timed."""
+    """Lengths in tokens of the prompts for which the time to the first token is measured."""
     num_documents: int
     document_tokens: int
     run_s: float

@@ -42,7 +42,8 @@ class Answerer:
     room: Room
 
     def answer(self, document: Document, kv: PrefixKV) -> list[Tokens]:
-        """Return greedy answers to all questions of the document. All layers read this KV of it."""
+        """Return greedy answers to all questions of the document, over its KV `kv` at all
+        layers."""
         mixture = (0,) * self.model.num_layers
         asked = [Asked(mixture, it.suffix, it.draft) for it in document.questions]
         return self.answer_all(document, [kv], asked)

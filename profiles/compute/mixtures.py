@@ -35,7 +35,7 @@ def forced(
     """Run known texts over every mixture of KV, without decoding.
 
     Returns for each mixture the residual stream after the last layer, `[texts, tokens, hidden]`.
-    Values behind a text's own tokens do not count. At most `max_rows` texts go through a layer at a
+    Values behind a text's own tokens mean nothing. At most `max_rows` texts go through a layer at a
     time.
     """
     num_past = next(kv[0].shape[2] for kv in sources[mixtures[0][0]] if kv is not None)

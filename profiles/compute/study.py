@@ -37,7 +37,7 @@ FIRST_NEW: Final = 2
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25
-"""In CacheBlend, the second layer recomputes this share more tokens than the mean of later layers.
+"""Share by which CacheBlend's second layer recomputes more tokens than the mean of later layers.
 The last layer recomputes as many fewer."""
 
 

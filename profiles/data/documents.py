@@ -106,7 +106,7 @@ def make_documents(
 def split_documents(
     documents: Sequence[Document], *, held_out_share: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Split documents into a part to choose on and a part to judge on, each in its order.
+    """Split documents into a part to choose on and a part to judge on, both in the stated order.
 
     No context is in both parts, and every task has the same share of its contexts in each. If
     several tasks have a context, the smallest task decides first. Equal arguments give equal

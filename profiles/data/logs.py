@@ -45,7 +45,7 @@ _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
 """Fields of a request, apart from its messages, that change the prompt."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
-"""Prompts of one context may share some more tokens behind it: up to its length divided by this
+"""Prompts of one context may also share tokens behind the context: up to its length divided by this
 number, or up to a page if that is longer."""
 
 
@@ -80,7 +80,7 @@ class Context:
     """Prompts of a log that begin with the same tokens."""
 
     num_shared: int
-    """Number of tokens that all prompts share."""
+    """Number of tokens that all prompts of the context begin with."""
     asked: tuple[Asked, ...]
     """Prompts sorted by their tokens. A prompt that a model was asked again occurs only once."""
 

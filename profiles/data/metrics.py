@@ -5,7 +5,7 @@
     rouge_l          words, by sentence                      rouge_score (the `rouge` package)
     edit_similarity  characters, in whole percent            code_sim_score, after its choice of a
                                                              line (`tasks.AnswerPart.CODE_LINE`)
-    classification   the class, if the answer names it   classification_score
+    classification   the right class, if it is named         classification_score
     count            all numbers                             count_score
     retrieval        all numbers, and "Paragraph 3"          retrieval_score
     exact_number     the final number of each                not in LongBench

@@ -59,7 +59,7 @@ def read_records(path: Path) -> list[Record]:
 def read_lines(path: Path, schema: type[Line], what: str) -> list[tuple[str, Line]]:
     """Read every line of a JSONL file, with its place (`file:line`). Blank lines are left out.
 
-    Error messages say by `what` what a line should be. Raises RecordError.
+    Error messages call a line `what`. Raises RecordError.
     """
     lines = []
     try:

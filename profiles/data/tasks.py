@@ -50,7 +50,7 @@ class Task:
 
     name: str
     template: str
-    """Text with `{context}` and then `{input}`. The text up to the end of `{context}` is shared."""
+    """Text with `{context}` and then `{input}`. Prompts share it up to the end of `{context}`."""
     metric: Metric
     max_new: int
     """Longest answer in tokens."""
@@ -65,7 +65,7 @@ class Task:
 
     @property
     def opening(self) -> str:
-        """Text before the context."""
+        """Text of the template before the context."""
         return _parse(self.template)[0]
 
     def shared(self, context: str) -> str:

@@ -88,7 +88,7 @@ class Prompts:
 
 
 class Distiller:
-    """One run of the command: its prompts, its models, and its state on disk."""
+    """One run of `droidspeak distill`: its prompts, its models, and its state on disk."""
 
     def __init__(self, settings: DistillSettings, console: Console) -> None:
         require_peft()
@@ -181,7 +181,7 @@ class Distiller:
         return distilled
 
     def _show(self, judge: Judge, reader: Reader, step: int) -> None:
-        """Score the first held-out contexts, if the curve has this step."""
+        """Score the first held-out contexts, if the curve has a point at this step."""
         num_steps = self._settings.steps
         if step in {0, *(num_steps // it for it in _CURVE)}:
             shown_of = range(min(NUM_SHOWN, len(self.prompts.held_out)))
@@ -229,7 +229,7 @@ class Distiller:
         return read_answers(self._asked(place)[1])
 
     def _train(self, trainer: Trainer, steps: Sequence[Step], show: Callable[[int], None]) -> None:
-        """Take the remaining steps. The time of the first one gives the forecast for the others."""
+        """Take the remaining training steps. The time of the first one predicts the others."""
         sizes = [_size_of(self.prompts.train[it.place], it) for it in steps]
         first = trainer.num_done
         show(first)

@@ -63,8 +63,8 @@ class Said:
 
 
 def said_of(logits: Tensor, answers: Sequence[Tokens]) -> list[Said]:
-    """Turn answers and the logits before their tokens, `[tokens, vocabulary]`, into answers with
-    distributions."""
+    """Return the answers with distributions, from the logits before each of their tokens, `[tokens,
+    vocabulary]`."""
     most, lengths = min(LIKELIEST, logits.shape[-1]), [len(it) for it in answers]
     logprobs, likeliest = (it.cpu().split(lengths) for it in logits.log_softmax(-1).topk(most))
     return [
@@ -218,8 +218,8 @@ def read_document(model: PreTrainedModel, ids: Tokens) -> list[KV]:
 
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, ids: Tokens) -> None:
-    """Compare a tree with the model's own forward on at least four tokens `ids`. Raises ConfigError
-    if they differ."""
+    """Compare branches behind frozen KV with the model's own forward, on at least four tokens
+    `ids`. Raises ConfigError if their logits differ."""
     half, stop = len(ids) // 2, len(ids)
     expected = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float()
     branches = Branches(model, read_document(model, ids[:half]), 2)

@@ -62,7 +62,7 @@ class Judge:
     def scores(
         self, reader: Reader, step: int, places: Iterable[int], done: Callable[[float], None]
     ) -> list[Scored]:
-        """Score the student after `step` steps on these lessons."""
+        """Score the student after `step` training steps on the lessons with these indices."""
         scored_lessons = []
         for place in places:
             if (step, place) not in self._known:

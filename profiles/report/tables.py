@@ -30,7 +30,7 @@ class Table:
     `is_prose`."""
     rows: tuple[tuple[str, ...], ...]
     marked: frozenset[int] = frozenset()
-    """Places of the rows that the table marks."""
+    """Indices of the rows that the table marks."""
     caption: str = ""
     is_prose: bool = False
 

@@ -152,7 +152,8 @@ def span(block: Span) -> str:
 
 
 def runs(blocks: Sequence[tuple[int, int]]) -> str:
-    """
+    """Write runs of layers, or how many there are.
+
     >>> runs([(2, 3), (4, 6)]), runs([(i, i + 1) for i in range(9)]), runs([])
     ('[2, 3), [4, 6)', '9 runs in [0, 9)', '–')
     """

@@ -204,13 +204,13 @@ def _gains(
 def _wealth(
     full: NDArray[np.float64], plan: NDArray[np.float64], tolerance: float
 ) -> NDArray[np.float64]:
-    """Logarithm of all stakes together after each context."""
+    """Logarithm of the sum of all bets' stakes, after each context."""
     return _together(_gains(full, plan, tolerance).cumsum(1).T)
 
 
 def _together(won: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Logarithm of all stakes together. The last axis of `won` has the logarithm of each bet's
-    factor."""
+    """Logarithm of the sum of all bets' stakes. `won` has the logarithm of each bet's factor on its
+    last axis."""
     return np.logaddexp.reduce(np.log(_STAKES) + won, axis=-1)
 
 

@@ -85,8 +85,8 @@ def in_float32(folder: Path) -> Path:
 
 
 def write(model: torch.nn.Module, base: Path, folder: Path) -> None:
-    """Write the model as a folder like the base's, then its float32 weights: then it is
-    complete."""
+    """Write the model as a folder like the base's. Its float32 weights, written last, complete
+    it."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     file = folder / WEIGHTS
     names = load_file(file)

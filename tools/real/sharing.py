@@ -53,7 +53,7 @@ FLAGS: Final = {
 }
 """Flags of `droidspeak distill` that made the shipped adapters, by skill."""
 LONG300: Final = "long300"
-"""Set of a skill that shares: 15 questions about each document of `long`."""
+"""Name of the set with 15 questions about each document of the set `long`."""
 _DRAWS: Final = 10
 
 

@@ -47,8 +47,8 @@ def sequences_of(
     seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor | None,
 ) -> list[Sequence]:
-    """Describe the requests of one forward. Without `prefix_lens` the forward decodes: the last row
-    of each request is its only new row."""
+    """Describe the requests of one forward. Without `prefix_lens` the forward decodes: each request
+    has one new token, its last."""
     lengths = seq_lens.tolist()
     prefixes = [n - 1 for n in lengths] if prefix_lens is None else prefix_lens.tolist()
     return [
