@@ -11,7 +11,8 @@ layers, [4, 7), by a made-up profile that passed its gate.
 
 Physics: a full prefill computes 12 layers for every token, the block about 2.1 layers (two whole,
 and K and V of the third). So the second adapter's first token is at best 12 / 2.1 = 5.7 times
-faster, less the forward over the question. If n adapters are sent at once, the work is 12 + 2.1 (n-1) layers in place of 12 n: 3.6 times less for 8. Decoding is the same on both sides.
+faster, less the forward over the question. If n adapters are sent at once, the work is 12 + 2.1
+(n-1) layers in place of 12 n: 3.6 times less for 8. Decoding is the same on both sides.
 
 Contenders take turns on fresh documents. We compare outputs before times. SGLang's answer must
 agree with an oracle's full prefill of the merged weights, and the extension's with the oracle's

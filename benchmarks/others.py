@@ -141,8 +141,8 @@ def named(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
 
 
 def refract(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """Judge by the axes of REFRACT that compare answers. Each of its prompts follows a document.
-    Its fourth axis needs a prompt's log-probabilities, for which SGLang prefills in full."""
+    """Judge by the axes of REFRACT that compare answers. Each prompt follows a document. The fourth
+    axis is left out: to give a prompt's log-probabilities, SGLang prefills in full."""
     from hard_needle.distractors import BuiltinDistractorPool
     from refract import runner
     from refract.axes import plad, rniah, trajectory

@@ -106,7 +106,7 @@ class SGLangRadix:
 
 class FlatDict:
     """An ordered dict of page hashes for each model; the oldest pages are evicted first. A match
-    does not record the use. So its time is the least that a lookup per page can cost."""
+    records no use, so its time is the least that a lookup per page can cost."""
 
     def __init__(self, num_models: int) -> None:
         self._pages: list[OrderedDict[PageHash, None]] = [OrderedDict() for _ in range(num_models)]

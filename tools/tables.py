@@ -282,7 +282,7 @@ def uneven_streams(results: Any) -> Iterator[Row]:
 
 
 def strategies(results: Any) -> Iterator[Row]:
-    """Yield each strategy beside the first one, as measured and as predicted."""
+    """Yield each strategy's gain over the first strategy, as measured and as predicted."""
     first = results["rows"][0]
     for row in results["rows"]:
         measured, expected = (

@@ -145,7 +145,7 @@ def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
 
 
 def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
-    """Group the documents by task: for each task, the positions of its documents in the list."""
+    """Group the documents by task: for each task, the indices of its documents."""
     places: dict[Task, list[int]] = {}
     for place, document in enumerate(documents):
         places.setdefault(document.task, []).append(place)

@@ -218,8 +218,8 @@ def read_document(model: PreTrainedModel, ids: Tokens) -> list[KV]:
 
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, ids: Tokens) -> None:
-    """Compare branches behind frozen KV with the model's own forward, on at least four tokens
-    `ids`. Raises ConfigError if their logits differ."""
+    """Raise ConfigError if branches behind frozen KV give other logits than the model's own
+    forward. `ids` has at least four tokens."""
     half, stop = len(ids) // 2, len(ids)
     expected = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float()
     branches = Branches(model, read_document(model, ids[:half]), 2)

@@ -328,7 +328,7 @@ def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
 
 
 def interval_of(documents: Sequence[Document], values: Qualities) -> Interval:
-    """Mean and interval over contexts, of values by document."""
+    """Return mean and interval over contexts, from values by document."""
     return interval(_by_context(documents, values))
 
 

@@ -114,7 +114,7 @@ def profile(sender: str, receiver: str, work: Path, *flags: str, loras: bool) ->
 
 
 def _model(role: str, name: str, work: Path, loras: bool) -> list[str]:
-    """Flags that name a model to the command."""
+    """Return the flags that name a model to `droidspeak profile`."""
     if name == BASE:
         return [f"--{role}", str(work / BASE)]
     if loras:
