@@ -119,7 +119,7 @@ def pairs_of(
 ) -> list[Wanted]:
     """Return every directed pair: first the pairs to profile, by worth, and then the others.
 
-    `contexts` are those of a log, with models named as in `entries`; None without a log.
+    `contexts` come from a log, with models named as in `entries`; None without a log.
     """
     problems = {name: _problem(it) for name, it in entries.items()}
     reads = None if contexts is None else reads_of(contexts)

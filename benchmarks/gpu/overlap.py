@@ -5,7 +5,7 @@ recomputed. The product's loader copies, in its own thread and on its own stream
 once all kernels of the layer are launched: so copies have to share a device that is busy.
 
 Physics: a layer of 8,192 tokens has 32 MiB of KV, which takes 0.7 ms at 48 GB/s. The computed layer
-takes 4 TFLOP, about 7 ms. So three copies are shorter than the compute. They add only the
+takes 4 TFLOP, about 7 ms. So three copies are shorter than the compute. They delay it only by the
 multiprocessors and the memory bandwidth that they take from it.
 
 scatter    a copy to the device, then two scatters: the product's way for encoded KV

@@ -149,8 +149,8 @@ def pair(paths: Sequence[Path], at: Scale, **more: Any) -> list[ServerSpec]:
 
 
 def measured(sender: Server, receiver: Server, at: Scale) -> Iterator[dict[str, Any]]:
-    """Measure the three ways in turns. The first request of each length warms up. Raises
-    RuntimeError if an answer with reuse differs from the full prefill's answer before it."""
+    """Measure full prefill, radix cache and reuse in turns. The first request of each length warms
+    up. Raises RuntimeError if an answer with reuse differs from full prefill's."""
     results: dict[str, Any] = {"layers": at.layers, "recomputed": len(at.block)}
     for length in at.lengths:
         times: dict[str, list[float]] = {"full": [], "radix": [], "reused": []}

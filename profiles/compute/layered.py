@@ -34,7 +34,7 @@ PrefixKV = Sequence[KV | None]
 HOST: Final = torch.device("cpu")
 
 ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Difference of logits that rounding alone explains, as a share of the largest logit, by dtype."""
+"""Largest difference of logits by rounding alone, as a share of the largest logit, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,8 +232,8 @@ def split_of(
 def losses_of(
     tasks: Iterable[Sequence[int]], full: Qualities, plan: Qualities, tolerance: float
 ) -> tuple[TaskLoss, ...]:
-    """Return the loss of a plan at each task. `tasks` has the indices of each task's contexts. A
-    plan has qualities of the first contexts only, which judged it."""
+    """Return the loss of a plan at each task. `tasks` has the indices of each task's contexts.
+    `plan` has qualities of the contexts that judged it, which are the first ones."""
     asked = [[it for it in places if it < len(plan)] for places in tasks]
     return tuple(_loss(_at(it, full), _at(it, plan), tolerance) for it in asked)
 

@@ -14,7 +14,7 @@ from cachetree.planning import EMap
 from profiles.evidence import BaselineKind
 
 MOST_SIZES: Final = 6
-"""Largest number of sizes at which a baseline is measured."""
+"""Largest number of sizes, in layers, at which a baseline is measured."""
 NUM_SHOWN: Final = 8
 """Number of contexts of each task that measure baselines, and plans that the gate does not try."""
 
