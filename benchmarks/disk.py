@@ -3,10 +3,10 @@
     python -m benchmarks.disk [--mib 256] [--repetitions 7] [--path DIRECTORY]
 
 Physics: a buffered write copies each byte into the page cache, a warm read copies the byte out, and
-a cold read waits for the device. The store adds one checksum per page and layer (while the page is
-in the second-level cache), a header per entry, and one `open` per step. The baseline writes the
-same buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory, 1 MiB
-at a time, without checksums. A read is cold after fdatasync and posix_fadvise(DONTNEED); a
+a cold read waits for the device. The store adds one checksum per page and layer (with the page in
+the second-level cache), a header per entry, and one `open` per step. The baseline writes the same
+buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory. It does so
+1 MiB at a time, without checksums. A read is cold after fdatasync and posix_fadvise(DONTNEED); a
 hypervisor's cache may still be warm. The restart row opens a cache over many small entries, until
 all of them match.
 """

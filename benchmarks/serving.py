@@ -4,9 +4,10 @@
 
 A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Windows of one
 second alternate. In every second window, a process fetches a document of 2,000 tokens (147 MB) from
-the server's cache again and again, at the stated rate (0: as fast as possible). The time between
-two tokens is one step of the scheduler thread. The cache's threads lengthen the step through the
-interpreter's lock, the processor's caches and, if they run there, its core. The goal: 2 % at most.
+the server's cache again and again. It does so at the stated rate (0: as fast as possible). The time
+between two tokens is one step of the scheduler thread. The cache's threads lengthen the step
+through the interpreter's lock, the processor's caches and, if they run there, its core. The goal is
+at most 2 %.
 
 The ratio compares the means of neighbouring windows: at the lower rates a fetch is a burst of a
 tenth of a second, which a median would not see. The server computes with one thread on the first

@@ -47,9 +47,9 @@ from tools.real.questions import SKILLS, document
 
 PACKAGES: Final = ROOT / "examples/real/packages.jsonl"
 READ: Final = {350: (25, 22, 16, 0), 1000: (22, 16)}
-"""By approximate length of contexts in tokens, the ancestors that send KV: their training steps."""
+"""Training steps of the ancestors that send KV, by the approximate length of contexts in tokens."""
 NUM_RECORDS: Final = {350: 4, 1000: 12}
-"""By approximate length of contexts in tokens, the number of records in a context."""
+"""Number of records in a context, by the approximate length of contexts in tokens."""
 NUM_CONTEXTS: Final = 120
 
 

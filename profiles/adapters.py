@@ -9,9 +9,9 @@ Tensors are merged by their names in `adapter_model.safetensors`:
 The names are those of the checkpoint's files. So the fused matrices of phi3 and the experts of
 mixtral (`block_sparse_moe.experts.0.w1`) are merged like any other matrix.
 
-Two kinds of adapters are refused. First, adapters whose config changes more than the scale: SGLang
-applies alpha / r to every matrix, and ignores the rest. Second, adapters that change embeddings or
-head, if both are one tensor: then merging changes the results.
+Two kinds of adapters are refused. First, adapters with a config that changes more than the scale:
+SGLang applies alpha / r to every matrix, and ignores the rest. Second, adapters that change
+embeddings or head, if both are one tensor: then merging changes the results.
 
 `fan_in_fan_out` is allowed: PEFT ignores it for all model classes that this project supports.
 """

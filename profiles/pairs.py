@@ -152,8 +152,8 @@ def pairs_of(
 
 
 def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, int]]:
-    """For each pair of a context's first reader and a later reader, count the later reader's
-    prompts and the tokens of their contexts."""
+    """Count, for each first reader and later reader of contexts, the later reader's prompts and
+    their contexts' tokens."""
     reads: dict[tuple[str, str], tuple[int, int]] = {}
     for context in contexts:
         first = min(context.asked, key=lambda of: of.number).model

@@ -81,8 +81,8 @@ class Again:
     def verify(self) -> Verification:
         """Measure the profile's usable plans on all the data, and judge the recommended plan again.
 
-        Raises ProfileError if servers use none of the plans, if the profile was made with one of
-        the contexts, or if full prefill answers nothing right at some task.
+        Raises ProfileError if servers use none of the plans, or if the profile was made with one of
+        the contexts. Also raises it if full prefill answers nothing right at some task.
         """
         profile = self._profile
         if not profile.passed:

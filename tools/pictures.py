@@ -155,8 +155,7 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
     "dashboard": (dashboard_data, dashboard),
     "frontier": (frontier_data, lambda _, path: QUALITY.save(read_measured(REAL_PROFILE), path)),
 }
-"""By name of a picture, the function that returns its data, and the function that draws it from
-them."""
+"""Functions by name of a picture: one returns the picture's data, and one draws it from them."""
 
 
 def digest(data: Any) -> str:

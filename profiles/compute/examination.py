@@ -154,8 +154,8 @@ class Examination:
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
-        """Return `[mixtures, 3, questions]`: the mean KL over an answer's tokens, the mean total
-        variation over its first tokens, and the share of its tokens that are not the most
+        """Return `[mixtures, 3, questions]`. The three: the mean KL over an answer's tokens, the
+        mean total variation over its first tokens, the share of its tokens that are not the most
         likely."""
         model, lengths = self._answerer.model, self._lengths
         num_mixtures, num_tokens = streams.shape[:2]

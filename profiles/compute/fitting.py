@@ -26,7 +26,7 @@ PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
 NUM_FITTED: Final = 36
 """Largest number of contexts of each task on which maps of E are fitted."""
 TRYING: Final = 4
-"""In each group of this many contexts, one chooses the penalty of a map. The others fit the map."""
+"""One context in each group of this many chooses a map's penalty. The others fit the map."""
 
 
 class Moments:

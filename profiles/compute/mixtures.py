@@ -21,7 +21,7 @@ from torch import Tensor
 from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
 
 Mixture = tuple[int, ...]
-"""For each layer, the index of the source of its KV."""
+"""Index of the source of each layer's KV."""
 
 
 @torch.inference_mode()

@@ -104,7 +104,7 @@ def find_invocation(
 ) -> Invocation:
     """Find the stated invocation, or the default one, and its tokens in the first prompt.
 
-    Raises ConfigError if the invocation is empty, if its ids are not in the vocabulary, or if the
+    Raises ConfigError if the invocation is empty, its ids are not in the vocabulary, or the
     template does not have it after the context.
     """
     task, encode = first.task, Encoder(tokenizer, first.task.chat)

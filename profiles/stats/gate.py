@@ -2,7 +2,7 @@
 
 A plan is one way to reuse the sender's KV. The gate asks at every task: does the plan lose more of
 full prefill's quality than the tolerance accepts? A plan passes only if held-out data prove that it
-does not, and the proof is wrong with a probability of at most ERROR_RATE.
+does not. The proof is wrong with a probability of at most ERROR_RATE.
 
 Rules of this file
 

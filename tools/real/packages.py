@@ -1,9 +1,9 @@
 """Records of Debian packages without people: examples/real/packages.jsonl.
 
 A record has fields of the index `Packages`, and the start of the long description. We left out
-packages with a maintainer's name, a mail address or a copyright in their text, and parts of other
-packages (`-dev`, `-data`, `oldlibs`, …). Each source has at most one package here. Each record is
-in one part only: training, choosing, judging and verifying share no record.
+packages with a maintainer's name, a mail address or a copyright in their text. We also left out
+parts of other packages (`-dev`, `-data`, `oldlibs`, …). Each source has at most one package here.
+Each record is in one part only: training, choosing, judging and verifying share no record.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]
 
 
 TRAINED: Final = {**SKILLS, "questions": about_harder}
-"""By skill, the function that draws questions for training."""
+"""Functions that draw questions for training, by skill."""
 
 
 def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
