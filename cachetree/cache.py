@@ -31,7 +31,7 @@ from cachetree.tree import CacheTree
 T = TypeVar("T", bound=Tier)
 
 _UNSEEN_BYTES: Final = 1 << 40
-"""Frame size in a tier's link, larger than any fetch. A tier reads whole steps, so a running fetch
+"""`Link.frame_bytes` of a tier, larger than any fetch: a tier reads whole steps, so a running fetch
 shows no rate before its end."""
 
 
@@ -70,8 +70,8 @@ class Cache:
         self._fetch_log = FetchLog(family.page_size, self.tree.names)
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: WeakKeyDictionary[Staging, Location] = WeakKeyDictionary()
-        """Location from which each fetch reads, by its staging. Fetches that have ended may still
-        be listed."""
+        """Location from which each fetch reads, by the fetch's staging memory. Fetches that have
+        ended may still be listed."""
         self._under_way_lock = threading.RLock()
         self._is_closed = False
         self._worker: Worker | None = None
@@ -129,7 +129,7 @@ class Cache:
     ) -> bool:
         """Store exact KV of `pages` (one buffer per layer) and E of some layers, by copying.
 
-        `parent` is the page before them, or None. Pages that are already stored are skipped.
+        `parent` is the page before `pages`, or None. Pages that are already stored are skipped.
         Returns False if the budget has no room, or if `parent` is not stored with the same parts.
         Raises ValueError for a buffer of the wrong size. To fill pages in place use `tree.reserve`.
         """
@@ -186,7 +186,7 @@ class Cache:
         return False
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a check: it is true once all readers know the entries that are stored now."""
+        """Return a function that returns True once all readers know what is stored now."""
         worker = self._worker  # `stop_serving` removes the worker.
         return worker.knowing() if worker is not None else lambda: True
 
@@ -201,8 +201,8 @@ class Cache:
         return [it for it in matches if it.location not in paused]
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
-        """Ask each tier that does not list all its entries in the tree. Return the searches that
-        still run. When they end, `match` includes the entries that they have found."""
+        """Let tiers look for `pages` that the tree does not list. Return the searches that still
+        run. When they end, `match` includes the entries that they have found."""
         searches = [tier.search(pages) for tier in self._tiers.values()]
         return [search for search in searches if not search.is_over]
 
@@ -283,8 +283,8 @@ class Cache:
             return sum(it.num_bytes for it in self._under_way if not it.is_released)
 
     def link(self, location: Location) -> Link | None:
-        """Return the link to a location: its speed, and the running fetches with which a new fetch
-        shares it, or for which it waits. None if unknown."""
+        """Return the link to a location: its speed, and the running fetches that a new fetch has to
+        share it with or wait for. None if the speed is unknown."""
         source = self._speeds.get(location) or self._peers.now.get(location)
         link = source.link if source else None
         if link is None:

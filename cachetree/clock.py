@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Clock = Callable[[], float]
-"""Returns seconds on a monotonic clock."""
+"""Function that returns seconds on a monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,5 +29,5 @@ class Deadline:
 
     @property
     def has_passed(self) -> bool:
-        """Whether the time is over: True from `at_s` on."""
+        """Whether the time is over. True from `at_s` on."""
         return self.clock() >= self.at_s

@@ -24,8 +24,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one `Cache`. The settings of the base class say which entries stay in
-    memory."""
+    """Settings of one `Cache`. The inherited settings say which entries stay in memory."""
 
     host_bytes: int = 4 << 30
     """Largest number of bytes of the entries in this process's memory."""

@@ -1,6 +1,6 @@
 """Models: their identity by content, their family, and the encoding of their KV and E.
 
-`cachetree.checkpoint.codecs`, which computes on tensors, is imported on its own: it needs torch.
+Import `cachetree.checkpoint.codecs`, which computes on tensors, by its own name: it needs torch.
 """
 
 from cachetree.checkpoint.adapters import (

@@ -1,4 +1,4 @@
-"""LoRA adapters layer by layer: from which layer on do two models on one base differ?"""
+"""Compare LoRA adapters layer by layer, to find the first layer at which two models differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOTES = """
     task_type
 """
 """Fields of an adapter's config that do not change its computation: they state its origin, or name
-its tensors. All other fields count."""
+its tensors. All other fields are compared."""
 _IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Keys that change what PEFT computes, and that SGLang 0.5.23 does not read."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
@@ -37,25 +37,25 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 }
 """PEFT's defaults of fields that some releases leave out of the config."""
 _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", "all"}
-"""Target modules for which SGLang applies factors of the embeddings."""
+"""Values of `target_modules` with which SGLang also adapts the embeddings."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one adapter on a base.
 
-    Every tensor counts at its own layer. This is cautious for q_proj, o_proj and the MLP: such a
-    tensor changes the KV of later layers only. The config's list of targets does not count. A head
-    does not count either, even if the base ties it to its embeddings: SGLang gives the adapter a
-    separate head.
+    Every tensor counts as a change of its own layer. This is cautious for q_proj, o_proj and the
+    MLP: such a tensor changes the KV of later layers only. The config's list of targets does not
+    count. Nor does an output head, even if the base ties its head to its embeddings: SGLang gives
+    the adapter a separate head.
     """
 
     applied: str
     """Digest of the rules that scale and apply the tensors."""
     layers: Mapping[int, str]
-    """Digest of all bytes of a layer, for each layer that the adapter changes."""
+    """Digest of all tensors of a layer, for each layer that the adapter changes."""
     invocation: tuple[int, ...] = ()
-    """Tokens of an activated LoRA: it acts from their last occurrence on. Empty: the adapter acts
-    from the start."""
+    """Tokens that activate an activated LoRA: it acts from their last occurrence on. Empty: the
+    adapter acts from the start."""
 
     def first_difference(self, other: Adapter, num_layers: int) -> int:
         """Return the first layer at which this adapter and another make different models of a base.
@@ -109,9 +109,9 @@ def read_invocation(path: Path) -> tuple[int, ...]:
 
 
 def acting(path: Path) -> tuple[str, list[str]]:
-    """Return a text for people about the adapter in the PEFT folder `path`: from which token on it
-    acts. Also return the keys of its config that SGLang ignores. Raises ConfigError if the config
-    cannot be read."""
+    """Describe for people from which token on the adapter in the PEFT folder `path` acts. Also
+    return the keys of its config that SGLang ignores. Raises ConfigError if the config cannot be
+    read."""
     config = read_json(path / "adapter_config.json")
     if invocation := config.get("alora_invocation_tokens"):
         where = f"acts from its invocation on, tokens {invocation}"

@@ -89,8 +89,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must be equal before one server may read another's KV.
 
     Two workers compare it field by field in their handshake. `tp_rank` is a field because each
-    tensor-parallel rank exchanges its own shard of the heads and of E's columns with the same rank
-    elsewhere.
+    tensor-parallel rank exchanges its shard of the heads and of E's columns with the same rank of
+    another server.
     """
 
     architecture: str

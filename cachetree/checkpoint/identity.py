@@ -30,8 +30,8 @@ COMPUTING_KEYS: Final = """
     routed_scaling_factor scale_emb shared_expert_intermediate_size sliding_window
     tie_word_embeddings topk_group use_qk_norm use_sliding_window vocab_size
 """
-"""Fields about the computation beside sizes and rope. They are named one by one, because all other
-fields (versions, paths, generation defaults) differ between saves of one model."""
+"""Config fields about the computation, besides sizes and rope. They are listed one by one, because
+all other fields (versions, paths, generation defaults) differ between saves of one model."""
 _WINDOW_KEYS: Final = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 
 
@@ -166,14 +166,14 @@ def _number(config: Config, key: str, path: Path) -> int:
 
 
 def _computing(config: Config) -> dict[str, Any]:
-    """Return the config fields that change the computation. Two configs that state these fields
-    differently give equal results."""
+    """Return the config fields that change the computation. The result does not depend on the form
+    in which a config states a field."""
     keys = {*COMPUTING_KEYS.split()} - (set() if _has_window(config) else _WINDOW_KEYS)
     return {key: plain(config[key]) for key in sorted(keys) if config.get(key) not in (None, [])}
 
 
 def _has_window(config: Config) -> bool:
-    """Whether some layer's attention is limited to a window, or is of another special type."""
+    """Return whether some layer's attention is limited to a window, or of another special type."""
     types = set(config.get("layer_types") or ())
     if types:
         return types != {"full_attention"}

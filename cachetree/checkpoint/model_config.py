@@ -1,4 +1,4 @@
-"""The fields of a config.json, with the defaults of absent ones."""
+"""The fields of a config.json, with defaults for absent fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe a rotary embedding in one string, whichever form a config states it in."""
+"""Describe a rotary embedding in one string, in whatever form a config states it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _USES_ORIGINAL_LENGTH = frozenset({"dynamic", "llama3", "longrope", "yarn"})
 """Types of rotary embeddings with frequencies that depend on the model's original context
 length."""
 _USES_LENGTH = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings that rotate a token by more than its position: also by how long
-prompts are, or may be."""
+"""Types of rotary embeddings that do not rotate a token by its position alone: the prompt's length,
+or the longest allowed length, counts, too."""
 
 
 def canonical_rope(config: Mapping[str, Any]) -> str:
@@ -35,8 +35,8 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
 
 
 def varying_rope(rope: str) -> str:
-    """Return the type of a `canonical_rope` that rotates a token by more than its position. Empty
-    if the type does not, or if the model takes no longer prompts than in its first training."""
+    """Return the type in `canonical_rope`'s result if its rotation depends on more than the
+    position. Empty otherwise, and for longrope without a longer context than in pre-training."""
     canonical = msgspec.json.decode(rope)
     for embedding in (canonical, *canonical.values()):
         name = embedding.get("rope_type") if isinstance(embedding, dict) else None

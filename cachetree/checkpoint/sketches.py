@@ -1,9 +1,9 @@
-"""Distances between models by sketches: a few random sums of each tensor's values.
+"""Distances between models, from sketches: a few random sums of each tensor's values.
 
-A sketch is linear. The length of a difference of two sketches estimates the length of the
-difference of the tensors, with a standard error of about 2 % (Charikar, Chen and Farach-Colton,
-"Finding frequent items in data streams", 2002: count sketch, with values in turn in place of
-hashes). So models that were never in memory together have a distance.
+A sketch is linear. So the length of the difference of two sketches estimates the length of the
+difference of the tensors. The standard error is about 2 % (count sketch: Charikar, Chen and
+Farach-Colton, "Finding frequent items in data streams", 2002). Here values are assigned to the sums
+in turn, not by a hash. The models need not be in memory together.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _values(dtype: str, piece: Any) -> NDArray[np.float32]:
 
 @cache
 def _signs_of_all() -> NDArray[np.float32]:
-    """Return the signs by which the values of a piece are multiplied. Every piece has the same
-    ones, and `_sketch` then multiplies the sums of each piece by signs of its own."""
+    """Return the random signs that multiply a piece's values. They are the same for all pieces;
+    `_sketch` then multiplies each piece's sums by signs of that piece."""
     return _signs("", _PIECE).reshape(_ROWS, _WIDTH)
 
 

@@ -1,11 +1,11 @@
-"""A digest of how a tokenizer turns text into ids; releases of transformers save it in several
-forms.
+"""A digest of how a tokenizer turns text into ids. It is the same for the different forms in which
+releases of transformers save a tokenizer.
 
-Caches are found by token ids, and a model's KV depends on nothing else. So ids must mean the same
-text: vocabulary and merges are compared exactly. The steps that cut text before (normalizer,
-pre-tokenizer, post-processor, options, flags of added tokens) are compared by ids: those of fixed
-texts, and of the vocabulary written as text. A difference that these miss costs hits, never a right
-answer.
+Caches are found by token ids, and a model's KV depends on nothing else. So equal ids must mean
+equal text: vocabulary and merges are compared exactly. The steps that prepare text (normalizer,
+pre-tokenizer, post-processor, options, flags of added tokens) are compared by the ids that they
+give for fixed texts, and for the vocabulary written as text. A difference that this misses costs
+hits, never a right answer.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _SPACES: Final = {
     "prepend_scheme": "first",
     "split": False,
 }
-"""The form in which transformers 5 reads, and saves, the Llama tokenizers of 2023."""
+"""Form in which transformers 5 reads and saves the Llama tokenizers of 2023."""
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Return a digest of the token ids that the tokenizer in folder `path` makes of texts. Raises
+    """Return a digest of how the tokenizer in folder `path` turns text into ids. Raises
     ConfigError."""
     file = path / "tokenizer.json"
     if not file.is_file():

@@ -21,12 +21,12 @@ _ROTATIONS: Final = ".rotary_emb."
 """Part of the names of tables in old checkpoints. Servers do not load these tables."""
 
 Layout = tuple[str, tuple[int, ...]]
-"""Type, as a safetensors header writes it, and shape."""
+"""Type of a tensor, as a safetensors header writes it, and its shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Digests of those tensors of a model that are known."""
+    """Types, shapes and known digests of a model's tensors."""
 
     started_as: ModelIdentity
     """Identity of the model at start. An update changes only its field `weights`, because a server
@@ -111,7 +111,8 @@ class Weights:
 def of_folder(
     path: Path, identity: ModelIdentity, computing: Mapping[str, Any], cache_dir: Path | None
 ) -> Weights:
-    """Return the weights of the checkpoint in folder `path`. The caller has read its config."""
+    """Return the weights of the checkpoint in folder `path`. The caller has read the config
+    there."""
     files = weight_files(path)
     digests = tensor_digests(files, cache_dir)
     is_tied = computing.get("tie_word_embeddings")

@@ -45,7 +45,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def positive(text: str) -> float:
-    """Parse a positive number of an argument."""
+    """Parse an argument that is a positive number."""
     if not 0 < (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
     return number

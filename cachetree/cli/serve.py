@@ -26,7 +26,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A family that is described by one of its models, and by the way engines run this model."""
+    """A family, described by one of its models and by the way engines run this model."""
 
     model: str
     """Folder of a checkpoint. It need not contain weights."""
@@ -52,13 +52,13 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ServedWorker(WorkerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker that runs alone and answers its operator's questions."""
+    """Settings of a worker that runs alone. By default it takes orders (see `admin`)."""
 
     admin: tuple[str, ...] | None = ()
 
 
 class ServedCache(CacheConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cache with a worker that runs alone."""
+    """Settings of the cache of a worker that runs alone."""
 
     worker: ServedWorker = ServedWorker()
 
@@ -128,9 +128,9 @@ def run(config: ServeConfig) -> None:
 def _told_to_end() -> Iterator[Callable[[], object]]:
     """Yield a function that waits for Ctrl-C or SIGTERM. Only for the main thread.
 
-    A signal that arrives before the wait counts; later ones do nothing. A signal mask would not
-    reach threads that exist already. An event would not work either: the handler and the waiting
-    thread would both take its lock.
+    A signal before the wait ends the wait at once; later signals do nothing. A signal mask would
+    not reach threads that exist already. An event would not work either: the handler and the
+    waiting thread would both take its lock.
     """
     heard, said = socket.socketpair()
     with heard, said:

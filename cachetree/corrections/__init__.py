@@ -45,8 +45,8 @@ class Correction:
         return self.bias, self.matrix
 
     def named(self, layer: int) -> EMap:
-        """Return the entry that names this map in a profile, as a map of E at `layer`. The tensors
-        have to be on the host."""
+        """Return the entry that names this map in a profile, for E at `layer`. The tensors have to
+        be on the host."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""Callers that let the disk tier read a line (a prompt's entries from the root on) into memory."""
+"""Callers that let the disk tier read a line into memory: a prompt's entries from the root on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ times."""
 
 
 class Asker:
-    """A caller inside the tier. It does not wait for room, and leases no pages."""
+    """A caller inside the disk tier. It does not wait for room, and leases no pages."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """`is_over` returns True once the line is no longer wanted. Any thread may call it."""

@@ -109,8 +109,8 @@ class DiskFiles:
             return self._taken(coldest) if coldest else []
 
     def take_if(self, is_wanted: Callable[[DiskFile], bool]) -> list[DiskFile]:
-        """Remove each wanted file if no remaining file depends on it. The file's E is removed with
-        it."""
+        """Remove each file for which `is_wanted` is true, if no remaining file continues it. Files
+        with E of its pages are removed with it."""
         with self._lock:
             gone: list[DiskFile] = []
             for file in list(self._order):

@@ -25,7 +25,7 @@ from cachetree.tree import CacheTree, Change
 log = logging.getLogger(__name__)
 
 _FILES_PER_BUDGET: Final = 8
-"""Fewest files for which a budget has room, so that an eviction removes little at once."""
+"""Least number of files in a full budget, so that one eviction removes only a small share."""
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
 
 
@@ -35,12 +35,12 @@ class DiskCounts(msgspec.Struct, kw_only=True):
     num_written_entries: int = 0
     num_written_bytes: int = 0
     num_failed_writes: int = 0
-    """Writes that failed because the disk was full or failed, or because the budget had no room."""
+    """Number of writes that failed: the disk was full or failed, or the budget had no room."""
     num_read_bytes: int = 0
     num_damaged_entries: int = 0
     """Number of entries that were damaged or unreadable, with the entries that depend on them."""
     num_torn_writes: int = 0
-    """Incomplete files that remained from processes that died."""
+    """Number of incomplete files that processes left when they died."""
     num_evicted_entries: int = 0
 
 
@@ -74,7 +74,7 @@ class DiskStore:
     """
 
     def __init__(self, tree: CacheTree, path: Path, budget_bytes: int) -> None:
-        """Raises ConfigError for another family's directory, and for a budget that is too small."""
+        """Raises ConfigError if `path` is another family's, or the budget is too small."""
         family = tree.family
         page_bytes = files.page_bytes_of(Layout.of(family, 1, KV))
         if budget_bytes < _FILES_PER_BUDGET * page_bytes:
@@ -110,9 +110,9 @@ class DiskStore:
     def find(
         self, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[DiskFile, Span]]:
-        """Return the files that have the leading `pages`, each with its own span of them.
+        """Return the files with some of the leading `pages`, and the span of these in each file.
 
-        `pages` may start inside a prompt. Counts as a use, also of files that they depend on.
+        `pages` may start inside a prompt. Counts as a use, also of files that these depend on.
         """
         sources = [(file, file.pages_at(at)) for file, at in self._sources(model, pages, part)]
         if sources:
@@ -274,7 +274,7 @@ class DiskStore:
         path = self._directory.path_of(file.key)
         taken = 0
         try:
-            # Bytes of a damaged file with this name that could not be deleted.
+            # A damaged file with this name, which could not be deleted, has these bytes.
             left = path.stat().st_size if path.exists() else 0
             # Make the file before evicting: if even an empty file fails, evict nothing.
             with new_file(path) as stream:
@@ -313,7 +313,7 @@ class DiskStore:
         num_noted = self._noted.add(
             DISK, record.model, record.parent, record.pages, record.part, file
         )
-        # Meanwhile a reader may have dropped a damaged file that this one depends on.
+        # Meanwhile a reader may have dropped a damaged file that this file depends on.
         if num_noted == len(record.pages) and file in self.files:
             return True
         self.files.take(file)
@@ -381,8 +381,8 @@ class DiskStore:
             self._noted.drop(DISK, record.model, record.pages[:1], record.part)
 
     def _beginning(self, model: ModelId | None, pages: Sequence[PageHash]) -> set[DiskFile]:
-        """Return the KV files of prompts that begin with `pages`: files with later pages, and files
-        with some of `pages` only."""
+        """Return the KV files of prompts that begin with `pages`. Files with only some of `pages`
+        are included."""
         kv_files = [it for it in self.files.coldest_first() if it.record.part == KV]
         beginning: set[DiskFile] = set()
         below: set[tuple[ModelId, PageHash | None]] = set()

@@ -61,23 +61,23 @@ class DiskTier:
     def __init__(
         self, tree: CacheTree, path: Path, budget_bytes: int, note_speed: NoteSpeed, clock: Clock
     ) -> None:
-        """Raises ConfigError, like `DiskStore`."""
+        """Open the directory at `path`. Raises ConfigError, like `DiskStore`."""
         self.budget_bytes: Final = budget_bytes
         self._tree = tree
         self._note_speed = note_speed
         self._clock = clock
         self._is_warm = False
         self._calls = Calls(clock, STALL_S)
-        """Running reads, and running deletions that a caller ordered."""
+        """Running reads, and running deletions that an operator ordered."""
         self._writes = Calls(clock, _MAX_STOP_S)
         self._store: Final = DiskStore(tree, path, budget_bytes)
         with ExitStack() as undo:
             undo.callback(self._store.close)
             self._reads = _threads("cachetree-disk-read", self.num_readers, undo)
             self._promotions = _threads("cachetree-disk-promote", 1, undo)
-            """One thread, because memory may lack room for the entries of two prompts at a time."""
+            """Queue of one thread: memory may lack room for two prompts' entries at a time."""
             self._orders = _threads("cachetree-disk-evict", 2, undo)
-            """Two threads, because one may hang in the deletion of a file."""
+            """Queue of two threads, because one may hang in the deletion of a file."""
             self._behind = WriteBehind(
                 tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
             )
@@ -115,11 +115,11 @@ class DiskTier:
         is_wanted: Callable[[], bool],
         done: Callable[[LetGo], object],
     ) -> None:
-        """Read these parts of `page` and of all pages before it into memory, for a peer. A thread
-        does it and then calls `done`, at once if too many calls wait or the disk hangs.
+        """Read these parts of `page` and of all earlier pages into memory, for a peer. A thread
+        reads, then calls `done`; if too many calls wait, or the disk hangs, at once.
 
-        If a page is still missing in memory then, the disk could not read it, there was no room, or
-        it was late. The pages in memory stay until `deadline`, or until the caller calls the
+        A page may still be missing in memory then: the disk could not read it, there was no room,
+        or it was late. The pages in memory stay until `deadline`, or until the caller calls the
         function that `done` gets. The thread waits a little for room while `is_wanted` returns True
         (any thread may call it).
         """
@@ -136,7 +136,7 @@ class DiskTier:
                 self._reads.put(partial(self._store.find, model, pages, part))
 
     def search(self, pages: Sequence[PageHash]) -> Search:
-        """Return a finished search: the tree knows every entry on disk."""
+        """Return a finished search, because the tree lists every entry on disk already."""
         return Search(Deadline(0.0, self._clock))
 
     def evict(

@@ -10,8 +10,8 @@ blocks go where no large block fits, so that large blocks find holes, too.
 Seals prevent any process from changing the file's size.
 
 Readers in other processes of the host map the file and copy from it, which takes three quarters of
-the time of `pread`. A reader that is later than its lease may read newer bytes; the checksum shows
-that.
+the time of `pread`. A reader that reads after its lease has ended may get newer bytes; their
+checksum is then wrong.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Arena:
     """Host memory of `num_bytes` that is allocated at once and lent in parts. Thread-safe; nothing
     blocks.
 
-    The system provides a memory page when it is first lent, or all of them if `register` touches
+    The system provides each memory page when it is first lent, or all pages if `register` touches
     them. Raises ConfigError if the system has not enough memory, or if `register` raises it.
     """
 
@@ -107,8 +107,7 @@ class Arena:
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
         old, new = loan.memory.obj, self._all[:]
         loan.memory = new.data
-        # Old views keep the new memory object alive, so that later returned bytes wait for them,
-        # too.
+        # Old views keep the new memory object alive, so bytes returned later also wait for them.
         finalizer: weakref.finalize[Any, Any] = weakref.finalize(
             old, self._returned.append, (places, new)
         )
@@ -187,7 +186,7 @@ class ArenaReader:
 
 
 def joined(runs: list[Run]) -> list[Run]:
-    """Sort runs, and join adjacent ones."""
+    """Sort runs, and join adjacent runs."""
     merged: list[Run] = []
     for start, stop in sorted(runs):
         if merged and merged[-1][1] == start:

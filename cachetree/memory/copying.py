@@ -11,7 +11,7 @@ import xxhash
 from cachetree.ids import Span, parts_of
 
 PIECE_BYTES: Final = 256 << 10
-"""Bytes copied at a time, then read again for their checksum; far less than a core's cache."""
+"""Number of bytes that are copied and then checked at a time: far less than a core's cache has."""
 
 
 def copy(into: memoryview, payload: memoryview) -> None:

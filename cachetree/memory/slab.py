@@ -60,7 +60,7 @@ class Loan:
         """Runs of each part within `memory`; mostly one."""
 
     def places(self, part: int, span: Span) -> list[Span]:
-        """Return the places of these bytes of a part."""
+        """Return the spans of `memory` with these bytes of a part."""
         runs = self.runs[part]
         return [
             Span(runs[number].start + it.start, runs[number].start + it.stop)
@@ -151,14 +151,14 @@ class Slab:
         self._loan = Loan()
 
     def fill(self) -> None:
-        """Take the memory from the pool. Called without the tree's lock, because it may block.
-        Raises NoRoom, or Torn."""
+        """Take the memory from the pool. It may block, so do not hold the tree's lock. Raises
+        NoRoom, or Torn."""
         self._loan = self._pool.take(self.layout.blocks)
 
     @property
     def checksums(self) -> dict[tuple[int, int], int]:
-        """Checksums of sent parts, by address and size: pages do not change once they are
-        complete."""
+        """Checksums of parts that were sent, by address and size. They stay valid: complete pages
+        do not change."""
         if self._checksums is None:
             self._checksums = {}
         return self._checksums

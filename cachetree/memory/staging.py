@@ -91,7 +91,7 @@ class Staging:
         return self._across[1]
 
     def land(self, step: Step, size: int) -> None:
-        """Count bytes that the writer itself has put into the memory of the last `room`."""
+        """Count bytes that the writer has put into the memory that the last `room` returned."""
         if self._across is not None:
             scatter(*self._across)
             self._across = None

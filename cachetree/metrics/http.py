@@ -1,5 +1,5 @@
-"""The page for monitors: metrics at /metrics, and health at /health: is the cache alive, can it
-serve, and has it problems?"""
+"""The page for monitors. /metrics has the metrics. /health says whether the cache is alive, can
+serve, and has problems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """Seconds to wait for the next bytes of a request."""
 _MOST_S: Final = 10.0
-"""Longest time in seconds of one connection, even if bytes of its request still arrive."""
+"""Longest time of one connection in seconds, even if bytes of its request still arrive."""
 _MAX_AT_ONCE: Final = 32
 """Largest number of connections. Each has a thread. If one more comes, the oldest connection is
 closed: it is stuck, because a normal request takes milliseconds.
@@ -81,8 +81,7 @@ class StatusPage(ThreadingHTTPServer):
     """
 
     request_queue_size = 128
-    """Largest number of connections that wait in the kernel. A monitor beyond them waits a
-    second."""
+    """Largest number of connections that wait in the kernel. Any further monitor waits a second."""
 
     def __init__(self, address: Address, status: Callable[[], CacheStatus]) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)

@@ -1,7 +1,7 @@
 """Prometheus metrics of a cache, read from its status at each scrape.
 
-Nothing is counted twice, and nothing costs anything between two scrapes. Labels are bounded: tiers,
-outcomes that are named here, and the present peers. A peer that has left is no longer shown.
+Between two scrapes, metrics cost nothing. Labels are bounded: tiers, outcomes that are named here,
+and the present peers. A peer that has left is no longer shown.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Metric:
     kind: Literal["counter", "gauge"]
     text: str
     paths: Mapping[str, str]
-    """Paths of attributes in the status, as `_values` reads them, by the value of the last label.
-    If one path has all values, its key is empty."""
+    """Path of an attribute of the status for each value of the last label (see `_values`). An empty
+    key: the path itself gives all label values."""
     labels: tuple[str, ...]
 
     @property
@@ -36,7 +36,7 @@ class Metric:
 
     def samples(self, status: CacheStatus) -> dict[tuple[str, ...], float]:
         """Return the metric's values by the values of its labels. Empty if the cache lacks the part
-        that they are about."""
+        that the metric is about."""
         return {
             (*found, label) if label else found: value
             for label, path in self.paths.items()

@@ -30,13 +30,14 @@ def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
 def allowed_blocks(
     demand: Demand, match: Match, profiles: Profiles
 ) -> list[BlockQuality] | NoReuse:
-    """Return the blocks that this request may recompute over this sender's KV, or why none."""
+    """Return the blocks that this request may recompute over this sender's KV, or why there are
+    none."""
     block = demand.requested.block
     if block is not None and block.stop > demand.num_layers:
         too_large = f"layer {block.stop - 1} of a model of {demand.num_layers} layers"
         return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
     if match.model == demand.receiver:
-        # The own cache is exact in any case; it gets a block only if the request names one.
+        # The receiver's own cache is exact. It gets a block only if the request names one.
         if not block or demand.requested.sender == match.model:
             return [_quality(block or EMPTY_SPAN, 1.0)]
         allowed = _allowed_of_others(demand, profiles)
@@ -74,8 +75,8 @@ def allowed_blocks(
 
 
 def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]:
-    """Return the blocks that the gate allows with any sender, even with a sender that has no
-    match."""
+    """Return the blocks that the gate allows with any known sender, as if each had the whole
+    prompt."""
     known = {sender for sender, receiver in profiles if receiver == demand.receiver}
     allowed: list[BlockQuality] = []
     for sender in known | demand.first_differences.keys():

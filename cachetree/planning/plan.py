@@ -64,8 +64,8 @@ class Plan:
     block: Span
     num_layers: int
     first_difference: int = 0
-    """First layer at which sender and receiver differ: below it their KV is bit-identical, and so
-    is E at it. 0 promises nothing."""
+    """First layer at which sender and receiver differ. The KV of lower layers is bit-identical, and
+    so is E at this layer. 0 promises nothing."""
     e_map: str = ""
     """Digest of the map that corrects E before the block begins. Empty if no map does; an exact
     plan never has one."""
@@ -73,7 +73,8 @@ class Plan:
     """Pages directly before `pages` that the receiver computes in full, even if a cache has
     them."""
     is_lossy: bool = False
-    """Whether loaded entries were encoded. Then even the receiver's own KV becomes approximate."""
+    """Whether loaded entries are encoded with loss: then even the receiver's own are
+    approximate."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time. Other strategies than PIPELINED are for measurements."""
 
@@ -85,7 +86,7 @@ class Plan:
 
     @property
     def first_page(self) -> int:
-        """First page that the device lacks."""
+        """First page of the prompt that the device lacks."""
         return self.head.start if self.head else self.pages.start
 
     @property
@@ -167,10 +168,10 @@ class Demand:
     first_page: int = 0
     """Number of pages that the device has already."""
     first_approximate: int | None = None
-    """Number of first pages on the device that an approximate plan may continue from. None: all
-    plans start behind `first_page`."""
+    """Number of leading pages on the device that an approximate plan can continue. None: all plans
+    start at `first_page`."""
     num_head: int = 0
-    """Number of first pages that the receiver has to compute itself in approximate plans."""
+    """Number of leading pages that the receiver computes itself if a plan is approximate."""
     num_new_tokens: int = 0
     """Number of tokens after `num_pages`, which are computed in any case."""
     min_pages: int = 1

@@ -11,10 +11,10 @@ The choice of a block (DroidSpeak, NSDI '26, appendix B) depends on the queue:
     none waits, a target    the block that recomputes the most within the TTFT target
     none waits, no target   the recommended block
 
-Without a target the choice is among blocks that are nearly as fast as the fastest: over a slow link
-more layers may be faster. A plan predicted to be no faster than full prefill is not used. The
-prediction has a margin for late transfers, or for slow recomputes, but not for both at once: nine
-in ten recent ones were within it (`Margin`). Costs that are not measured yet count as zero.
+Without a target the choice is among blocks that are nearly as fast as the fastest, because over a
+slow link more recomputed layers may be faster. A plan predicted to be no faster than full prefill
+is not used. A prediction has a margin for a late transfer or a slow recompute, not for both: nine
+in ten recent times were within it (`Margin`). Costs that are not measured yet count as zero.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _TOO_LONG: Final = "one step may recompute fewer pages than are worth a fetch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """A block that the gate allows together with a match."""
+    """A block that the gate allows for a match, with its plan."""
 
     plan: Plan
-    """Plan for as many pages as E and the device's time allow. If too few pages are left, the plan
-    for all pages."""
+    """Plan for as many pages as E and the device's limits allow. If these are too few, the plan for
+    all pages."""
     quality: float
     miss: NoReuse | None = None
-    """Reason why the option cannot be taken, whatever the other options are. None if it can be
+    """Reason why the option cannot be taken, whatever the other options are. None: it can be
     taken."""
     ttft_s: float | None = None
     """TTFT predicted for the whole prompt; None while the device's speed is unknown."""
@@ -254,8 +254,8 @@ def _whole_plan(demand: Demand, match: Match, quality: BlockQuality, first_diffe
 def _fitted(
     option: _Option, demand: Demand, match: Match, starts: Sequence[int], costs: Costs
 ) -> _Option:
-    """Cut the plan to the allowed pages, and price it. `starts` are the layers at which a plan may
-    begin."""
+    """Cut the plan to the pages that it can take, and predict its times. `starts`, for the error's
+    text, are the layers at which the allowed blocks start."""
     plan, start, stop = option.plan, option.plan.pages.start, option.plan.pages.stop
     with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
     staged = min(with_e, start + _most_staged_pages(demand, plan, costs))
@@ -281,7 +281,7 @@ def _fitted(
 
 
 def _priced(option: _Option, demand: Demand, costs: Costs) -> _Option:
-    """Price an option: its plan, and the forward over the rest of the prompt."""
+    """Predict the option's TTFT and saving, with the prefill of the rest of the prompt."""
     plan, page_size, num_tokens = option.plan, demand.page_size, demand.num_tokens
     times = times_of(plan, page_size, costs)
     head = Span(plan.head.start * page_size, plan.head.stop * page_size)

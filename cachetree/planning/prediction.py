@@ -26,7 +26,7 @@ class Costs:
 @dataclass(frozen=True, slots=True)
 class Times:
     wait_s: float
-    """Seconds until the block may begin. During these the device does nothing for the request."""
+    """Seconds until the block may begin, in which the device does nothing for the request."""
     ttft_s: float
     """Seconds until the KV of all pages is on the device."""
 
@@ -35,9 +35,8 @@ class Times:
 class Patience:
     """Limit of a request's wait for its fetch.
 
-    The request gives up when the fetch is later than predicted by all the time that reuse saves. It
-    never waits longer than `most_s`: after that, reuse with its remaining work would take longer
-    than a full prefill.
+    The request gives up when the fetch is late by as much time as reuse would save. It never waits
+    longer than `most_s`: after that, reuse would take longer than a full prefill.
     """
 
     saving_s: float
@@ -71,7 +70,7 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     link = costs.links.get(plan.location, FREE_LINK)
     on_time, margin = replace(link, margin=1.0), costs.recompute.margin
     # One in ten times exceeds its margin; two at once are rare. So each case has one deviation: a
-    # late transfer, a short recompute that hides less of it, or a long recompute.
+    # late transfer, a short recompute that hides less of the transfer, or a long recompute.
     cases = ((link, 1.0), (on_time, 1 / margin), (on_time, margin))
     times = [_times(at, e_bytes, kv_bytes, factor * compute_s) for at, factor in cases]
     return Times(max(it.wait_s for it in times), max(it.ttft_s for it in times))

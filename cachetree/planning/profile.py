@@ -52,9 +52,9 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     e_map: EMap | None = None
     """Map that corrects E at the block's start. None: the block uses the sender's E as it is."""
     tv_bound: float | None = None
-    """Upper bound, with 99 % confidence, on the mean distance from full prefill. It is measured
-    along the first tokens of full prefill's greedy answers. The drift guard measures the same
-    distance along served answers. None if not measured."""
+    """Upper bound, with 99 % confidence, on the mean total variation from full prefill, along the
+    first tokens of full prefill's greedy answers. The drift guard measures the same distance along
+    served answers. None if not measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +77,8 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelIdentity
     receiver: ModelIdentity
     sender_name: str = ""
-    """Readable name of the sender, as the profiler got it. Empty in old profiles; the same holds
-    for `receiver_name`."""
+    """Readable name of the sender, as the profiler got it. Empty in old profiles, like
+    `receiver_name`."""
     receiver_name: str = ""
     metric: str
     data_sha256: str
@@ -138,8 +138,8 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(maps.values())
 
     def uncorrected(self) -> PairProfile:
-        """Return the profile without plans that correct E. If only the plan of all layers is left,
-        the returned profile counts as not passed."""
+        """Return the profile without the plans that correct E. If only the plan of all layers is
+        left, the returned profile counts as not passed."""
         plain = tuple(it for it in self.blocks if it.e_map is None)
         if len(plain) == len(self.blocks):
             return self
@@ -189,7 +189,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Models, each made from the one before it, and the measured distances between them."""
+    """Models, each trained from the one before it, and the measured distances between them."""
 
     models: tuple[ModelIdentity, ...]
     names: tuple[str, ...]
@@ -202,8 +202,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return " → ".join(self.names)
 
     def excess(self, change: Sequence[float]) -> str:
-        """Say where a change of weights is larger than the measured changes. Empty if one measured
-        pair changed at least as much everywhere."""
+        """Say where `change` is larger than all measured changes of weights. Empty if, for one
+        measured pair, `change` is no larger at any layer."""
         beyond = [_farthest(change, proven) for proven in self.distances]
         changed, proven, place = min(beyond, key=lambda it: it[0] - it[1])
         if changed <= proven:
@@ -216,15 +216,15 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _farthest(change: Sequence[float], proven: Sequence[float]) -> tuple[float, float, int]:
-    """Return the change, the proven change and the index of the layer that exceeds its proven
-    change most."""
+    """Return the change and the proven change at the layer that exceeds its proven change most, and
+    that layer's index."""
     places = zip(change, proven, range(len(change)), strict=True)
     return max(places, key=lambda it: it[0] - it[1])
 
 
 class LineProfile(PairProfile, frozen=True, kw_only=True):
-    """A profile with one choice of plans for a line of models. Its sender and receiver are the last
-    pair of the line. It passed if every pair of the line passed."""
+    """Profile with one choice of plans for a line of models. Sender and receiver are the last pair
+    of the line. It passed if every pair of the line passed."""
 
     line: Line
 
@@ -321,7 +321,7 @@ def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:
 
 
 def write_profile(profile: PairProfile, path: Path) -> None:
-    """Replace the file as a whole, so that a reader sees either the old profile or the new one."""
+    """Replace the file as a whole: a reader sees either the old profile or the new one."""
     with replacing(path) as fresh:
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=0))
 

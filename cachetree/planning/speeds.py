@@ -18,12 +18,11 @@ _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds of a prefill, at least `least_s`:
+    """Seconds of a prefill, per pass: a sum of at least `least_s`, multiplied by a factor.
 
     `fixed_s + token_s * tokens + context_s * tokens * (mean tokens before each)`
 
-    The sum is multiplied by the value of `curve`, which says how recent passes of about this length
-    differed from the sum.
+    The factor, from `curve`, says how recent passes of about this length differed from the sum.
     """
 
     least_s: float = 0.0
@@ -82,11 +81,11 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The current state of a link, which running fetches share evenly. Until a fetch ends, each
-    other fetch gets as many bytes as it, or all of its own bytes.
+    """State of a link that running fetches share evenly. While a new fetch runs, each other fetch
+    gets as many bytes as the new one, or all bytes that it still needs.
 
-    A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes
-    (B + A + min(r1, B) + min(r2, B) + ...) × byte_s.
+    A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes (B + A +
+    min(r1, B) + min(r2, B) + ...) × byte_s.
     """
 
     byte_s: float
@@ -126,7 +125,7 @@ class Link:
 
 
 FREE_LINK: Final = Link(byte_s=0.0)
-"""Link that takes no time: for the engine's own pool, and for unknown links."""
+"""Link that takes no time. It stands for the engine's own pool, and for unknown links."""
 
 QUANTILE: Final = 0.9
 """Share of recent observations that took at most their prediction times the margin."""
@@ -137,8 +136,8 @@ _NUM_KEPT: Final = 64
 
 
 class Margin:
-    """Safety factor for predictions: the `QUANTILE` of observed / predicted over the last
-    observations, from 1 to `MOST`."""
+    """Safety factor for predictions: the `QUANTILE` of observed / predicted over recent
+    observations, at least 1 and at most `MOST`."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=_NUM_KEPT)

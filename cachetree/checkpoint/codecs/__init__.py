@@ -39,8 +39,8 @@ _INT4_MAX: Final = 7.0
 
 
 def prepare(codec: Codec, length: int, device: torch.device) -> None:
-    """Make the tensors that vectors of this length need. Without this call, the first vectors make
-    them, and the host waits."""
+    """Make the tensors that vectors of this length need. Otherwise the first `encode` or `decode`
+    makes them, and the host waits."""
     if codec is Codec.INT4:
         _hadamard(length, device)
 
@@ -102,8 +102,8 @@ def _decode(codec: Codec, encoded: Tensor, into: Tensor) -> None:
 
 
 def _scale(values: Tensor, codec: Codec) -> Tensor:
-    """Return the scales, bfloat16 `[vectors, 1]`. A vector's scale times the largest code is its
-    largest absolute value."""
+    """Return the scales, bfloat16 `[vectors, 1]`: each vector's largest absolute value, divided by
+    the largest code."""
     largest = values.abs().amax(1, keepdim=True)
     steps = _INT8_MAX if codec is Codec.INT8 else _INT4_MAX
     return (largest / steps).to(torch.bfloat16)
@@ -111,8 +111,7 @@ def _scale(values: Tensor, codec: Codec) -> Tensor:
 
 @cache
 def _hadamard(length: int, device: torch.device) -> Tensor:
-    """Return an orthogonal and symmetric matrix, so that it is its own inverse (Sylvester's
-    construction).
+    """Return a Hadamard matrix, scaled so that it is its own inverse (Sylvester's construction).
 
     It is made on the host; the copy to the device is finished on return. So any stream may read it.
     """
