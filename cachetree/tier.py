@@ -113,12 +113,12 @@ def lower_priority() -> None:
 
 
 def _ignore(_item: object, _error: Exception) -> None:
-    """Ignore the error of an item for which no thread waits."""
+    """Do nothing, because no thread waits for the failed item."""
 
 
 class WorkerThread(Generic[T]):
-    """One or several daemon threads that take items from a queue, in order. Use it for calls that
-    may hang: the end of the process does not wait for them."""
+    """Daemon threads, one or several, that take items from a queue in order. Use them for calls
+    that may hang: the end of the process does not wait for these threads."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class WorkerThread(Generic[T]):
         num_threads: int = 1,
         fail: Callable[[T, Exception], None] = _ignore,
     ) -> None:
-        """Run `take` over the items in each thread. If it raises, the thread gives the current item
-        and all later ones to `fail`, which must not raise."""
+        """Each thread calls `take` with the items. If `take` raises, the thread gives the current
+        item and all later ones to `fail`, which must not raise."""
         self._name: Final = name
         self._take: Final = take
         self._fail: Final = fail
@@ -148,7 +148,7 @@ class WorkerThread(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        """Number of items put and not yet taken."""
+        """Number of items in the queue that no thread has taken yet."""
         return self._waiting.qsize()
 
     def put(self, item: T) -> bool:
@@ -160,7 +160,7 @@ class WorkerThread(Generic[T]):
 
     def close(self, timeout_s: float) -> bool:
         """Refuse further items, and wait until all items are done. Return False if a thread still
-        runs after `timeout_s` seconds; it is left behind."""
+        runs after `timeout_s` seconds; it continues to run."""
         with self._putting:
             self._is_closed = True
             for _ in self._threads:
@@ -193,8 +193,8 @@ class WorkerThread(Generic[T]):
 
 
 class Calls:
-    """Running calls to a disk or a storage, to see whether one hangs. Enter it (`with`) around each
-    call. Thread-safe."""
+    """Running calls to a disk or a storage, to see whether one hangs. Enter this object (`with`)
+    around each call. Thread-safe."""
 
     def __init__(self, clock: Clock, stall_s: float) -> None:
         self._clock: Final = clock
@@ -269,8 +269,8 @@ StaleEntry if the entry loses its memory meanwhile.
 class WriteBehind:
     """Write every entry that is added to a tree to a tier, in a background thread.
 
-    An entry is leased while it is written. It is late, and not written, if it is evicted before its
-    turn, or if too many entries wait when it is added.
+    An entry is leased while it is written. It is not written (it is late) if it is evicted before
+    its turn, or if too many entries wait when it is added.
     """
 
     def __init__(
@@ -282,8 +282,8 @@ class WriteBehind:
         clock: Clock,
         num_at_once: Callable[[Change], int],
     ) -> None:
-        """Start the thread. `write` stores pages at `location`. `num_at_once` says how many pages
-        of an entry one call of `write` takes. Exceptions of `write` are logged."""
+        """Start the thread. `write` stores pages at `location`, as many at once as `num_at_once`
+        returns for an entry. Exceptions of `write` are logged."""
         self.num_late = 0
         self.moves: Final = MoveBarrier()
         """Barrier around each call of `write`, with the lease of its pages."""
@@ -336,13 +336,13 @@ class WriteBehind:
         for change in changes:
             try:
                 is_late = not self._is_written(change)
-                self.num_late += is_late  # No call inside: other threads add to `num_late`, too.
+                self.num_late += is_late  # No call here: another thread could add meanwhile.
             except Exception:
                 log.exception("%s: an entry was not written", self._name)
 
     def _is_written(self, change: Change) -> bool:
-        """Write an entry. First write those of its parents that the tier lacks, because an entry is
-        found only behind its parents. Return whether all were written."""
+        """Write an entry. First write its parents that the tier lacks, because an entry without its
+        parents is never found. Return whether all were written."""
         tree, model, part, parent = self._tree, change.model, change.part, change.parent
         line = [change]
         if parent is not None and not tree.remote.has(self._location, model, parent, part):

@@ -87,7 +87,7 @@ class Weights:
         )
 
     def unknown(self) -> Weights:
-        """Return the weights after an unknown write: no tensor has a digest."""
+        """Return the weights after a write of unknown content: no tensor has a digest."""
         return replace(self, digests={}, sketches=None if self.sketches is None else EMPTY)
 
     def sketched(self, path: Path) -> Weights:

@@ -22,7 +22,7 @@ times."""
 
 
 class Asker:
-    """A caller inside the disk tier. It does not wait for room, and leases no pages."""
+    """A caller inside the disk tier, which neither waits for room nor leases pages."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """`is_over` returns True once the line is no longer wanted. Any thread may call it."""

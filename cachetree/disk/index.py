@@ -63,7 +63,7 @@ class DiskFiles:
         self.num_pages = 0
         """Number of pages with KV in all files."""
         self._lock = threading.Lock()
-        # A use moves the whole line to the end, so that a file precedes those it depends on.
+        # A use moves the whole line to the end: a file is before all files that it depends on.
         self._order: OrderedDict[DiskFile, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class DiskFiles:
         return file in self._order
 
     def coldest_first(self) -> list[DiskFile]:
-        """Return the files from the least recently used on, each before files it depends on."""
+        """Return the least recently used files first, each before the files that it depends on."""
         with self._lock:
             return list(self._order)
 
@@ -96,8 +96,8 @@ class DiskFiles:
             return True
 
     def take(self, file: DiskFile) -> list[DiskFile]:
-        """Remove all files that depend on `file`, then `file` itself, if it is here. Return the
-        removed files in this order."""
+        """Remove all files that depend on `file`, then `file` itself, if the index has it. Return
+        the removed files in this order."""
         with self._lock:
             return self._taken(file)
 

@@ -304,7 +304,7 @@ class DiskTier:
         num_bytes = 0
         for file in line:
             record = file.record
-            # Pages in memory precede those that are not.
+            # In a line, pages that are in memory come before pages that are not.
             num_here = bisect_left(
                 record.pages,
                 True,

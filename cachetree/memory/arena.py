@@ -125,7 +125,7 @@ class Arena:
                 end()
 
     def _collect(self) -> None:
-        """Free returned bytes. Called with the lock held."""
+        """Make returned bytes free again. Called with the lock held."""
         returned: list[Run] = []
         while self._returned:
             returned += [(it.start, it.stop) for it in self._returned.popleft()[0]]

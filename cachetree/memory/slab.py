@@ -57,7 +57,7 @@ class Loan:
         self.memory = memory
         """View of the pool's whole memory."""
         self.runs: Final = runs
-        """Runs of each part within `memory`; mostly one."""
+        """Runs of memory of each part, usually one."""
 
     def places(self, part: int, span: Span) -> list[Span]:
         """Return the spans of `memory` with these bytes of a part."""

@@ -24,7 +24,7 @@ class Strategy(StrEnum):
 class Match(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prefix of the prompt that one model has at one location.
 
-    This is a struct, because a walk makes a match for every model. A frozen dataclass would take
+    This is a struct, because a look-up makes a match for every model. A frozen dataclass would take
     several times as long.
     """
 

@@ -287,8 +287,8 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
 
 
 def read_line(path: Path) -> LineProfile:
-    """Read the profile of a line. Raises ProfileError like `read_profile`, and if the profile is of
-    a single pair."""
+    """Read the profile of a line. Raises ProfileError like `read_profile`, also if the profile is
+    of a single pair."""
     read_profile(path)
     try:
         profile = read_profile_as(LineProfile, path)

@@ -99,7 +99,7 @@ class Link:
     """Largest number of bytes that the link transfers before a new fetch. They belong to fetches
     with an earlier turn, and to abandoned fetches that cannot be stopped any more."""
     frame_bytes: int = 0
-    """Largest number of bytes of a frame. Arrived bytes count frame by frame."""
+    """Largest number of bytes of a frame. Arrived bytes are counted in whole frames."""
     copy_byte_s: float = 0.0
     """Seconds per byte from host memory into the device's KV slots."""
 

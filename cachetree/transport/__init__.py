@@ -5,10 +5,10 @@ Rules of a session
     - A session is one TCP connection between one peer and one start of a worker (its epoch). When
       the connection ends, everything in the session ends: streams, adverts, ids of fetches.
     - The connection delivers everything whole and in order, or it ends. Each direction numbers its
-      headers and pieces, and their seals or checksums cover the number (`frames`). So no message
-      has a number, and no code looks for lost ones.
+      headers and pieces, and their seals or checksums cover the number (`frames`). So messages
+      need no numbers, and no other code looks for lost messages.
     - The worker advertises all its entries: a snapshot (Reset, Entries, Synced), then every
-      change. The peer answers each Entries with Learned once its tree shows it. At most
+      change. The peer answers each Entries with Learned once its tree has these entries. At most
       `MAX_UNANSWERED` are unanswered. If changes overflow their queue, a new snapshot begins. So
       the peer's view may be late, but never wrong.
     - Additions name parents before children; removals name children before parents.
@@ -31,10 +31,10 @@ How it works
     loss       The peer first forgets all entries of the worker. Interrupted fetches wait for the
                next session and ask for the rest: `max_retries` times, within `resume_s`. Landed
                bytes were verified and stay.
-    failures   Errors that come too fast open a breaker: the peer leaves the worker alone for a
-               cooldown, then one fetch tries it.
-    fairness   The worker sends the next frame to the peer with the fewest bytes so far, and among
-               its fetches to the one with the fewest.
+    failures   Too many errors in a short time open a breaker: the peer reads nothing from the
+               worker for a cooldown. Then one fetch tries the worker.
+    fairness   The next frame goes to the peer with the fewest bytes so far, and there to the fetch
+               with the fewest.
     threads    One for all sessions of a worker, one for each peer, and one that writes to each
                connection. A worker's thread never waits for a disk or for one peer.
 
@@ -60,8 +60,8 @@ Why not otherwise
       comes over CURVE instead.
     - A session that survives its connection would need numbers, acknowledgements and a replay. A
       new snapshot is simple, and a fetch continues at its first missing byte anyway.
-    - A peer could ask at each match instead of hearing adverts. That costs each request a round
-      trip; a match is now a local walk.
+    - A peer could ask at each match instead of hearing adverts. This would cost each request a
+      round trip; now a match is local.
 
 What could be better
 

@@ -1,4 +1,4 @@
-"""Addresses of workers: parsed once, and refused if unclear."""
+"""Addresses of workers: they are parsed once, and refused if they are unclear."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ _NODES: Final = 128
 class AdminService:
     """Answer questions and orders, in the worker's thread. Never blocks.
 
-    Evictions are answered later: without a disk after some calls of `go_on`, with a disk by the
-    disk's threads.
+    An eviction is answered later: after some calls of `go_on`, or by the disk's threads if there is
+    a disk.
     """
 
     _tree: CacheTree

@@ -31,7 +31,7 @@ class ChangeQueue:
         self._lock = threading.Lock()
         self._changes: deque[Change] = deque()
         self.num_noted = 0
-        """Number of changes ever added. Any thread may read it."""
+        """Number of changes added so far. Any thread may read it."""
         self.num_taken = 0
         """Number of changes that the reader has got, from `take` or within `restart`."""
         self.has_overflowed = False
@@ -71,7 +71,7 @@ ENTRY_PAGES: Final = 2048
 briefly."""
 
 _ENTRY_WEIGHT: Final = 8
-"""Size of an entry without its pages, as a number of page hashes."""
+"""Size of an entry's other fields, as a number of page hashes."""
 
 
 def entries_of(change: Change) -> Iterator[Entry]:
@@ -109,9 +109,9 @@ def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
 Advert = Reset | Entries | Synced
 
 _NOTHING: Final = -1
-"""Number of confirmed changes of a peer that has confirmed nothing: below all real numbers."""
+"""Count for a peer that has confirmed no change yet: lower than any real count."""
 MAX_UNANSWERED: Final = 256
-"""Largest number of `Entries` that a peer may leave unanswered. Further messages wait."""
+"""Largest number of `Entries` messages that a peer may leave unanswered. Further messages wait."""
 MUTE_S: Final = 5.0
 """Seconds without an answer after which no thread waits any longer for this peer."""
 
@@ -138,7 +138,7 @@ class Advertiser:
         answered that message."""
         self._names = tree.names
         self._named: set[str] = set()
-        """Models with a name that was sent to the peer."""
+        """Models of which the peer was sent a name."""
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:
@@ -155,9 +155,9 @@ class Advertiser:
         return advert
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a check: it is true once the peer knows the tree as it is now.
+        """Return a function that returns True once the peer knows the tree as it is now.
 
-        The check is also true if the peer is gone, or has not answered for `MUTE_S`. Thread-safe.
+        It also returns True if the peer is gone, or has not answered for `MUTE_S`. Thread-safe.
         """
         num_changes = self._changes.num_noted
         return lambda: (
@@ -201,12 +201,12 @@ class Advertiser:
 
 
 _MOST_PAGES: Final = 1_000_000
-"""Largest number of pages of one worker that are noted. A page counts once for each model. All of
-them take some 130 MB, or 1 GB if each page has a tree node of its own."""
+"""Largest number of one worker's pages that this server's tree lists. A page counts once for each
+model. All of them take some 130 MB, or 1 GB if each page has a tree node of its own."""
 
 _MOST_MODELS: Final = 512
-"""Largest number of models noted of one worker. With so many models, a match holds the tree's lock
-for some 2 ms."""
+"""Largest number of one worker's models that this server's tree lists. With so many models, a match
+holds the tree's lock for some 2 ms."""
 
 
 class RemoteView:
@@ -217,8 +217,8 @@ class RemoteView:
         self._location = location
 
     def limit(self, budget_bytes: int) -> None:
-        """Bound the pages that are noted, by the bytes that the worker can store. Pages above the
-        bound are dropped, the least recently matched first."""
+        """Limit the worker's pages in the tree by the bytes that the worker can store. Pages above
+        the limit are dropped, the least recently matched first."""
         family = self._tree.family
         page_bytes = min(family.num_layers * family.page_bytes(Kind.KV), family.page_bytes(Kind.E))
         max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)

@@ -74,7 +74,7 @@ class Breaker:
         return True
 
     def failed(self, error: CacheTreeError) -> None:
-        """Count an error of the worker or of the link. Ignored while open."""
+        """Count an error of the worker or of the link. Does nothing while the breaker is open."""
         if self.is_open:
             return
         self.error = without_frames(error)

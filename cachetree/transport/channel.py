@@ -1,4 +1,4 @@
-"""A data connection: it carries payloads from memory to memory without a copy, and messages.
+"""A data connection. It carries messages, and payloads from memory to memory without a copy.
 
 Everything arrives whole and in order, or the connection ends.
 """
@@ -68,8 +68,8 @@ class Channel:
         """Memory for one sealed piece. The kernel provides it when the first sealed piece
         arrives."""
         self._unit = self._piece = self._header
-        """Two memories. `_unit` is filled next from the socket, as a whole. `_piece` gets its
-        content once the seal is open; without seals both are the same."""
+        """Two buffers. The next bytes from the socket fill `_unit` completely. `_piece` gets its
+        content once the seal is open; without seals both are the same memory."""
         self._unit_at = 0
         self._wake_bytes = 1
 
@@ -91,8 +91,8 @@ class Channel:
         self.send_queue.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:
-        """Queue a message behind everything queued before. The connection ends if the other side
-        does not read."""
+        """Queue a message, to be sent after everything that is queued already. If the other side
+        does not read, the connection ends."""
         frame = Frame(id=frames.MESSAGE, offset=0, size=len(message), checksum=checksum(message))
         if not self.send_queue.put_message(frame, message):
             self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
@@ -167,8 +167,8 @@ class Channel:
         self._piece = scrap
 
     def _read(self) -> bool:
-        """Read bytes from the socket. Return False if no bytes had arrived; the poller then reports
-        the next bytes."""
+        """Read bytes from the socket. Return False if none had arrived; the poller then reports the
+        next bytes."""
         if self.error is not None:
             return False
         try:
@@ -198,7 +198,7 @@ class Channel:
         self._drop()
 
     def _drop(self) -> None:
-        """Stop writing into receivers' memory."""
+        """Write no more into the memory of receivers."""
         self._into = self._receiver = None
         self._unit = self._piece = self._header
 

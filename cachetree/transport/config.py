@@ -17,7 +17,7 @@ MAX_TCP_KEEPIDLE."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a worker serves its tree."""
+    """Settings of a worker that serves its tree."""
 
     listen: str = "tcp://127.0.0.1:0"
     """Address to bind; port 0 takes a free one."""

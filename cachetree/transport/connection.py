@@ -39,7 +39,7 @@ def answer_of(
 ) -> wire.ToPeer:
     """Send a question to the worker at `to`, and return its answer. Blocks only in calls of `wait`.
 
-    With `until_up`, wait for a worker that does not yet listen; else raise FetchError. Raises
+    If the worker does not listen yet, wait for it with `until_up`, else raise FetchError. Raises
     DeadlineExceeded, ProtocolError, AuthenticationError, and the errors of `wait`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -77,14 +77,14 @@ def answer_of(
 class Connection:
     """One session of a peer, over one channel. Used by one thread; blocks only in `wait`.
 
-    It never reconnects, so no message from before a worker's restart is taken for a later one.
+    It never reconnects, so a message from before a worker's restart cannot arrive later.
     """
 
     def __init__(
         self, to: Address, credentials: Credentials, ticket: Ticket, wakeup: Wakeup, clock: Clock
     ) -> None:
-        """Connect to `to`, the IP address that gave the ticket. A name could have several
-        addresses."""
+        """Connect to `to`: the IP address that gave the ticket, because a name could have
+        several."""
         self._who: Final = f"worker {to.url}"
         self._bulk_url: Final = f"bulk_port {ticket.port} of {to.host}"
         self._wakeup = wakeup
@@ -99,7 +99,7 @@ class Connection:
         """Largest number of bytes that may still arrive for fetches that ended early, by the
         fetch's id."""
         self.arena: ArenaReader | None = None
-        """The worker's memory, if this peer reads it."""
+        """The worker's memory, if this peer copies from it."""
         self._poller = zmq.Poller()
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._poller.register(self.channel.fileno(), zmq.POLLIN)

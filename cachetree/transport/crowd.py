@@ -1,4 +1,4 @@
-"""Limits on connections from strangers: how many may be open in all, and which one is ended."""
+"""Limits on connections from strangers: how many may be open, and which connection is ended."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class DataPort:
         self._config = config
         self._clock = clock
         self._epoll = select.epoll()
-        """Own epoll, because ZMQ's poller is slow with very many connections."""
+        """Poller of this port alone, because ZMQ's poller is slow with very many connections."""
         self._listener = open_port(listen, field="bulk_port", backlog=_BACKLOG)
         self._listener.setblocking(False)
         # The kernel reports a connection once its ticket has arrived, however many send none.
@@ -120,7 +120,7 @@ class DataPort:
             yield connection.fileno()
 
     def _hear(self, descriptor: int) -> Iterator[tuple[str, Channel] | Refusal]:
-        """Read a connection's ticket, if it has arrived. A part of a ticket counts as invalid."""
+        """Read a connection's ticket, if it has arrived. An incomplete ticket is invalid."""
         connection, _ = self._silent[descriptor]
         token, host = b"", ""
         try:

@@ -29,7 +29,7 @@ _EXAMPLE: Final = "write dns://NAME:PORT"
 
 Look = Callable[[], Sequence[Location]]
 """Function that returns the workers of a directory, at most `MAX_FOUND`. Blocks for seconds if a
-DNS server is silent. Raises OSError or ValueError without an answer."""
+DNS server is silent. Raises OSError or ValueError if there is no answer."""
 
 
 class PeriodicTask:

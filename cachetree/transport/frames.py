@@ -17,10 +17,10 @@ All numbers are little-endian. No frame has bytes of two steps.
     Frame, payload          ◄─►     header and payload sealed with the key; without keys in
                                     clear, and each header with a checksum
 
-Each direction numbers its headers and pieces of payloads, and a seal covers the number. If a part
-was changed, lost, repeated or moved, it cannot be opened, nor can any later part, and the
-connection ends. Without keys, the checksum of a header covers its number in the same way. So no
-other code looks for losses. A key serves one connection, and seals each number once.
+Each direction numbers its headers and pieces of payloads, and a seal covers the number. From a
+changed, lost, repeated or moved part on, no seal can be opened, and the connection ends. Without
+keys, the checksum of a header covers its number in the same way. So no other code looks for losses.
+A key serves one connection, and seals each number once.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ TAG_BYTES: Final = 16
 TOKEN_BYTES: Final = 32
 
 PIECE_BYTES: Final = 256 << 10
-"""Bytes of one piece: payloads are sealed, received and summed piece by piece, so that a piece
-stays in a core's cache."""
+"""Number of bytes of a piece. Payloads are sealed, received and checked piece by piece, so that a
+piece stays in a core's cache."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of the payload that follows: `size` bytes of a fetch."""
+    """Header of a frame. It describes the payload that follows: `size` bytes of a fetch."""
 
     id: int
     offset: int
@@ -181,5 +181,5 @@ class Seals(Unsealed):
 
 
 def _nonce(number: int, *, by_worker: bool) -> bytes:
-    """Return the 12-byte nonce of a seal. No two seals of one key have the same."""
+    """Return the 12-byte nonce of a seal. Each seal of a key has another nonce."""
     return struct.pack(">?xxxQ", by_worker, number)

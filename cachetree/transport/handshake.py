@@ -41,8 +41,8 @@ FAILURES: Final = (
 """Events of a ZMQ monitor that mean a failed handshake."""
 
 _CIPHER_BYTES: Final = 33
-"""Bytes that CURVE adds to a message on the wire (RFC 26). The limit on a message's size is raised
-by them."""
+"""Number of bytes that CURVE adds to a message on the wire (RFC 26). The limit on a message's size
+is higher by this number."""
 
 _RECEIVED: Final = 64
 """Largest number of messages from one connection that wait to be read. Then the sender has to
@@ -84,9 +84,10 @@ class AccessControl:
     """Decide which connections a worker accepts. A worker with a key accepts only listed keys; a
     worker without a key accepts all connections.
 
-    libzmq asks for each connection over ZAP, at an address that exists once per context. So each
-    worker has its own context, and answers in its own thread. Without an answer libzmq accepts no
-    connection. For the worker's thread after construction.
+    For each connection, libzmq asks over ZAP (its authentication protocol) whether to accept it.
+    The address for ZAP exists once per context. So each worker has its own context, and answers in
+    its own thread. Without an answer libzmq accepts no connection. For the worker's thread after
+    construction.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class AccessControl:
         self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
     ) -> None:
         """Prepare a socket before it is bound. From then on, the poller also wakes the worker for
-        `refusals`. A message above the cap closes its connection."""
+        `refusals`. A message that is too large closes its connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._asked = context.socket(zmq.REP)
@@ -142,7 +143,7 @@ class AccessControl:
 
     def note_message(self, message: zmq.Frame) -> None:
         """Note that a message has arrived over its connection. If there are too many connections,
-        silent ones are ended first."""
+        those without a message are ended first."""
         self._connections.heard(int(message.get(zmq.SRCFD)))
 
     def is_admin(self, message: zmq.Frame) -> bool:
@@ -211,7 +212,7 @@ class Credentials:
         self._server = server
 
     def secure(self, socket: Socket, max_message_bytes: int) -> None:
-        """Prepare a socket before it connects. A message above the cap ends its connection."""
+        """Prepare a socket before it connects. A message that is too large ends its connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         if self._own and self._server:
             socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
@@ -256,8 +257,8 @@ def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
 
 
 def check_worker(config: WorkerConfig) -> tuple[Address, AccessControl]:
-    """Check the settings of a worker; return its address and access control. Raises ConfigError,
-    for every fault except an address that cannot be bound."""
+    """Check the settings of a worker; return its address and access control. Raises ConfigError for
+    every fault, but does not try to bind the address."""
     listen = parse_listen(
         config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
     )

@@ -11,11 +11,10 @@ from cachetree.planning import FREE_LINK, Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
-"""Largest number of seconds of unused rate that a busy link may use later, if its thread ran
-late."""
+"""If the sending thread ran late, it may catch up on at most this many seconds of the rate."""
 
 FRAME_S = 0.01
-"""Longest time of a frame in seconds under a cap, so that a slow link stays smooth."""
+"""Largest number of seconds that a frame takes under a rate limit, to keep the rate smooth."""
 
 
 class Cap:
@@ -47,14 +46,14 @@ class Cap:
 class Bandwidth:
     """Measure one link from recent fetches: a fixed time per fetch, and a time per byte.
 
-    The fixed time comes from short fetches: two thirds of them took at most that much beyond the
-    time of their bytes. The time per byte is a weighted median, in which fetches with mostly bytes
-    count more. So one stalled fetch changes little. If two fetches in a row were much slower or
-    much faster than predicted, the link has changed, and older samples are dropped.
+    The fixed time comes from short fetches: in two thirds of them, at most this time passed beyond
+    the time of their bytes. The time per byte is a median, in which fetches with mostly bytes count
+    more. So one stalled fetch changes little. If two fetches in a row were much slower or much
+    faster than predicted, the link has changed, and older samples are dropped.
 
     Plans avoid a slow link, and so would never learn that it has recovered. So after `MAX_AGE_S`
-    without a sample the link counts as faster: twice for every further `MAX_AGE_S`, up to a million
-    times. One thread samples at a time; any thread may read.
+    without a sample, the link counts as twice as fast for every further `MAX_AGE_S`, up to a
+    million times. One thread samples at a time; any thread may read.
     """
 
     MAX_AGE_S = 60.0
@@ -74,8 +73,8 @@ class Bandwidth:
     _MOST_DOUBLINGS = 20.0
     _MIN_LATE_S = 0.1
     _MIN_GIVEN_UP_S = 0.01
-    """Least seconds that a fetch must have run to count as a sample if its reader gave it up. For a
-    fetch that missed its deadline, it is `_MIN_LATE_S`."""
+    """Least seconds of a fetch that counts as a sample although its reader gave it up. For a fetch
+    that missed its deadline, the least is `_MIN_LATE_S`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

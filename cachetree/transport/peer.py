@@ -43,7 +43,7 @@ log = logging.getLogger("cachetree.peer")
 """Logger of this module's own name, so that a server can add a prefix to its lines."""
 
 NO_WORKER: Final = 0
-"""Epoch of a server without a worker."""
+"""Epoch that stands for a server without a worker."""
 _REFUSED_S: Final = 60.0
 """Seconds until a refused worker is tried again: by then, another worker may have the address."""
 
@@ -86,7 +86,7 @@ class Peer:
         """State of the peer. Any thread may read it."""
         self._changed = threading.Condition()
         self.error: CacheTreeError | None = None
-        """Last error because of which the peer was not ready."""
+        """Last error that kept the peer from being ready."""
         self._view = RemoteView(tree, address)
         self._log_limiter = LogLimiter(clock)
         self._has_warned = False

@@ -65,7 +65,7 @@ _BURST: Final = 64
 
 class Keeper:
     """State that all peers of a cache with copies share: the rate limit, which thread fetches which
-    pages, and evicted entries. Any peer's thread."""
+    pages, and evicted entries. Used by any peer's thread."""
 
     def __init__(self, tree: CacheTree, max_bytes_per_s: float, clock: Clock) -> None:
         self.tree: Final = tree
@@ -137,7 +137,7 @@ class Pulls:
         self._is_snapshot = True
         self._work: _Steps | None = None
         self._look_at_s = inf
-        """Time at which `_work` has to continue at the latest."""
+        """Time at which `_work` has to run again at the latest."""
 
     @property
     def status(self) -> PullStatus | None:

@@ -166,7 +166,7 @@ class SendQueue:
                     self._is_awaited = False
                     self._wake()
         except OSError as exc:
-            self.error = exc.with_traceback(None)  # Its frames have the last batch.
+            self.error = exc.with_traceback(None)  # They would keep the batch alive.
         except Exception:
             log.exception("a data connection ends here")
             self.error = OSError(errno.EIO, "an internal error of this side")

@@ -90,7 +90,7 @@ class Stream:
     """Send the payloads of one fetch in order. Used by the worker's thread.
 
     The lease has to stay until the kernel has the last frame. If the receiver reads this memory
-    itself, the lease stays until it has copied everything. `is_drained` says when to release it.
+    itself, the lease stays until the receiver has copied all. `is_drained` says when to release it.
     `end` stops the stream early.
     """
 
@@ -103,7 +103,8 @@ class Stream:
         deadline: Deadline,
         arena: Pool | None = None,
     ) -> None:
-        """`arena`: memory from which the receiver copies payloads itself. None: it gets frames."""
+        """`arena`: memory from which the receiver copies payloads. None: the receiver gets
+        frames."""
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline

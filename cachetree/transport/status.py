@@ -58,7 +58,7 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     address: str
     state: PeerState = PeerState.CONNECTING
     error: str = ""
-    """Last error because of which the peer was not ready. Empty if there was none."""
+    """Last error that kept the peer from being ready. Empty if there was none."""
     probe_in_s: float | None = None
     """After too many errors: seconds until one fetch may try the worker, then 0 until that fetch
     has succeeded. None if all fetches may start."""

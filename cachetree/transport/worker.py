@@ -86,8 +86,8 @@ class Worker:
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
         self._stranger_limiter = LogLimiter(clock)
-        """Limit for log lines about refused connections. It is separate, so that their invented
-        names suppress no other line."""
+        """Limit for log lines about refused connections. It is separate, so that names which
+        strangers invent suppress no other line."""
         listen, self._gate = check_worker(config)
         raise_descriptor_limit()
         self._wakeup = Wakeup()
@@ -276,7 +276,7 @@ class Worker:
         try:
             wire.require_family(hello, self._tree.family, who=f"the peer at {host}")
         except FamilyMismatch as exc:
-            # Our hello without a ticket tells the peer what differs; its own error names that.
+            # The peer compares the families, too: our hello, without a ticket, shows it ours.
             service.counts.num_refused_peers += 1
             self._warn(f"refused: {exc}", str(exc), self._stranger_limiter)
         else:
@@ -308,8 +308,8 @@ class Worker:
             self._end_session(session, self._cut_off(exc, session.name, "cut off"))
 
     def _cut_off(self, error: Exception, who: str, about: str) -> str:
-        """Count a peer's message that could not be handled, and log why. Return the reason to send
-        to the peer."""
+        """Count a peer's message that could not be handled, and log why. Return the reason, which
+        is sent to the peer."""
         self._service.counts.num_protocol_errors += 1
         if isinstance(error, ProtocolError):
             self._warn(f"{who} was cut off: {error}", about, self._log_limiter)

@@ -30,6 +30,6 @@ def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE
 
 
 def run_in_slices(lock: threading.Lock, steps: Iterator[object], num_at_once: int = SLICE) -> None:
-    """Run all steps, in slices like `in_slices`."""
+    """Run all steps, in slices as `in_slices` does."""
     for _ in in_slices(lock, steps, num_at_once):
         pass
