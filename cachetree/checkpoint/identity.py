@@ -94,7 +94,7 @@ def first_difference(
     ours, theirs = _config(a), _config(b)
     num_layers = _number(ours, "num_hidden_layers", a)
     if _number(theirs, "num_hidden_layers", b) != num_layers:
-        raise ConfigError(f"{a} and {b} have different num_hidden_layers; they are no pair")
+        raise ConfigError(f"{a} and {b} have different num_hidden_layers, so they cannot be a pair")
     if canonical_rope(ours) != canonical_rope(theirs) or _computing(ours) != _computing(theirs):
         return 0
     of_a, of_b = _loaded(a, cache_dir), _loaded(b, cache_dir)

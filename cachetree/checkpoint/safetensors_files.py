@@ -87,7 +87,7 @@ def require_no_others(files: list[Path], present: Iterable[Path]) -> list[Path]:
     would load in addition, or instead."""
     for other in sorted(set(present).difference(files)):
         raise ConfigError(
-            f"{other} lies beside other weights, and SGLang loads them otherwise than transformers "
+            f"{other} is beside other weights, and SGLang loads them otherwise than transformers "
             "does; remove what is not the model's"
         )
     return files

@@ -137,7 +137,7 @@ class DiskStore:
             raise ValueError(f"{pages} exceeds the {layout.num_pages} pages of the file")
         num_bytes = layout.step_bytes * len(pages)
         if into.nbytes != num_bytes:
-            raise ValueError(f"{num_bytes} bytes do not go into {into.nbytes}")
+            raise ValueError(f"{num_bytes} bytes do not fit into {into.nbytes}")
         if file not in self.files or not self._is_open:
             raise StaleEntry(f"pages of model {record.model} are no longer on disk")
         path = self._directory.path_of(file.key)
@@ -334,7 +334,7 @@ class DiskStore:
             with self._lock:
                 self._counts.num_evicted_entries += len(coldest)
             if not coldest or not self._delete(coldest):
-                raise OSError("files that are to make room cannot be deleted")
+                raise OSError("files cannot be deleted to make room")
 
     def _delete(self, dropped: Sequence[DiskFile]) -> bool:
         """Delete files that were removed from the index. False if one cannot be deleted; its bytes
@@ -357,7 +357,7 @@ class DiskStore:
         dropped = self.files.take(file)
         if dropped:
             log.warning(
-                "%s: %s; dropped with the %d that stand on it",
+                "%s: %s; dropped with the %d files that depend on it",
                 self._directory.path_of(file.key),
                 error,
                 len(dropped) - 1,

@@ -74,7 +74,7 @@ class Arena:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             self._all = mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, OverflowError) as exc:
-            raise ConfigError(f"{num_bytes} bytes of host memory cannot be had: {exc}") from exc
+            raise ConfigError(f"{num_bytes} bytes of memory cannot be allocated: {exc}") from exc
         self._base = address(self._all)
         self._all[:NONCE_BYTES] = np.frombuffer(nonce := secrets.token_bytes(NONCE_BYTES), np.uint8)
         self.file: Final = ArenaFile(pid=os.getpid(), fd=fd, num_bytes=size, nonce=nonce)
@@ -205,7 +205,7 @@ def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[S
     run that fits them, or else from the longest runs. Raises NoRoom, or Torn."""
     num_bytes = sum(part.num * part.size for part in parts)
     if num_bytes > _num_bytes(free):
-        raise NoRoom(f"{num_bytes} bytes where {_num_bytes(free)} are free")
+        raise NoRoom(f"{num_bytes} bytes do not fit; {_num_bytes(free)} are free")
     by_size = sorted(free, key=lambda run: run[1] - run[0])
     first = next((at for at, (a, b) in enumerate(by_size) if b - a >= num_bytes), None)
     holes = by_size[::-1] if first is None else [by_size.pop(first)]
@@ -237,7 +237,7 @@ def mapped(fd: int, num_bytes: int, access: int) -> Block:
     Unlike `mmap.mmap`, this keeps no second descriptor of the file."""
     start = libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
     if start == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), f"{num_bytes} bytes of address space cannot be had")
+        raise OSError(ctypes.get_errno(), f"{num_bytes} bytes of address space cannot be mapped")
     memory = (ctypes.c_uint8 * num_bytes).from_address(start)
     weakref.finalize(memory, libc.munmap, start, num_bytes).atexit = False
     return np.ctypeslib.as_array(memory)

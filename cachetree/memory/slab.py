@@ -34,7 +34,7 @@ class Torn(NoRoom):
     have to become free."""
 
     def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"{num_bytes} bytes where all that is free is torn")
+        super().__init__(f"{num_bytes} bytes do not fit; the free memory is fragmented")
         self.num_bytes: Final = num_bytes
 
 

@@ -258,7 +258,7 @@ class Peer:
         self._look_after_fetches()
         if self._breaker.is_open:
             connection.send(wire.Bye(reason="too many errors"))
-            raise FetchError(f"it failed too often, the last time: {self._breaker.error}")
+            raise FetchError(f"{self._who} failed too often, the last time: {self._breaker.error}")
         is_ready = self.state is PeerState.READY
         if is_ready:
             self._fetches.resume()

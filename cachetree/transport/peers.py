@@ -153,9 +153,9 @@ class Peers:
         """Whether `address` is this server's own worker. Raises ConfigError if `address` is not
         `tcp://IP:PORT` in the usual spelling: another spelling would open a second session with the
         same worker."""
-        remote = parse_remote(address, field="a directory")
+        remote = parse_remote(address, field="an address of a directory")
         if remote.url != address or not _is_plain(remote.host):
-            raise ConfigError(f"a directory is {address!r}, not tcp://IP:PORT as workers write it")
+            raise ConfigError(f"an address of a directory is {address!r}, not tcp://IP:PORT")
         own = parse_address(self._own.address, field="listen") if self._own else None
         if own is None or remote.port != own.port:
             return False

@@ -175,8 +175,8 @@ class Session:
         service, num_held = self._service, self._service.scheduler.num_held
         if not _has_share(len(self._streams), service.config.max_streams - num_held):
             raise FetchError(
-                f"the worker already serves {num_held} fetches, {len(self._streams)} of them here, "
-                f"of at most {service.config.max_streams}"
+                f"the worker already serves {num_held} fetches, {len(self._streams)} of them for "
+                f"this peer, of at most {service.config.max_streams}"
             )
         pages = wire.pages_of(fetch.pages)
         steps = wire.steps_of(fetch, service.tree.family.num_layers)

@@ -185,7 +185,7 @@ class Worker:
                 except Exception:
                     log.exception("worker %s: internal error", self.address)
                     for session in tuple(self._sessions):
-                        self._end_session(session, "the worker failed; greet again")
+                        self._end_session(session, "the worker failed; connect again")
                     self._service.scheduler.retire()
                     self._closing.wait(_IDLE_S)
         except Exception:
@@ -316,7 +316,7 @@ class Worker:
             return wire.reason(error)
         if self._log_limiter.may(f"failed {about}"):
             log.error("worker %s: internal error with %s", self.address, who, exc_info=error)
-        return "the worker failed; greet again"
+        return "the worker failed; connect again"
 
     def _warn(self, line: str, about: str, limiter: LogLimiter) -> None:
         """Log a line, once a minute for each subject in `about`."""

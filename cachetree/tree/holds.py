@@ -63,7 +63,7 @@ class Lease(Hold):
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
         if (slabs := self._slabs.get(part_of(step))) is None:
-            raise ValueError(f"the lease of {self.owner} is not of {step}")
+            raise ValueError(f"the lease of {self.owner} does not include {step}")
         runs: list[tuple[Slab, memoryview]] = []
         for number, span in parts_of((len(pages) for _, pages in slabs), wanted):
             slab, all_pages = slabs[number]
@@ -218,9 +218,9 @@ class Holds:
             self.let_go(hold)
             of_this_bytes = num_bytes - _kept_bytes(others)
             raise PinRefused(
-                f"pins would keep {num_bytes} bytes, {of_this_bytes} of them for this "
-                f"one, and may keep {self._max_pinned_bytes}; unpin something, or raise "
-                "max_pinned_share or the budget"
+                f"all pins would keep {num_bytes} bytes, {of_this_bytes} of them for this pin, and "
+                f"may keep {self._max_pinned_bytes}; unpin something, or raise max_pinned_share or "
+                "the budget"
             )
         self.unpin(model, pages)
         self._pins[name] = hold

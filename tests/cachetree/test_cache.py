@@ -252,7 +252,7 @@ def test_memory_that_cannot_be_had_or_registered_is_one_error_at_start():
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ConfigError, match="cannot be registered"):
         Cache(FAMILY, CacheConfig(serves=False), register=refuse)
-    with pytest.raises(ConfigError, match="bytes of host memory cannot be had"):
+    with pytest.raises(ConfigError, match="bytes of memory cannot be allocated"):
         Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 62))
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before

@@ -366,7 +366,7 @@ def test_a_read_into_the_wrong_room_is_refused(tmp_path):
         write(store, A, "abc", e_layers=[1])
         entry = only(store, "abc")
         step = Step(Kind.KV, 0)
-        with pytest.raises(ValueError, match="bytes do not go into 5"):
+        with pytest.raises(ValueError, match="bytes do not fit into 5"):
             store.read(entry, step, Span(0, 3), memoryview(bytearray(5)))
         with pytest.raises(ValueError, match="exceeds the 3 pages"):
             store.read(entry, step, Span(0, 4), memoryview(bytearray(4 * page_bytes(step))))

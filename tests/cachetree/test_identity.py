@@ -230,12 +230,12 @@ def test_two_sets_of_weights_are_refused(tmp_path):
     other = model / "model_old.safetensors"
     shutil.copy(one, other)
     for read in (read_model_identity, weight_files):
-        with pytest.raises(ConfigError, match=rf"{other} lies beside .* remove"):
+        with pytest.raises(ConfigError, match=rf"{other} is beside .* remove"):
             read(model)
     write_index(model, one.name)
     assert read_model_identity(model) == identity, "only what the index names"
     write_index(model, other.name)
-    with pytest.raises(ConfigError, match=rf"{one} lies beside .* remove"):
+    with pytest.raises(ConfigError, match=rf"{one} is beside .* remove"):
         read_model_identity(model)
     one.unlink()
     assert read_model_identity(model) == identity
@@ -265,7 +265,7 @@ def test_an_adapter_makes_another_model(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "d")
     for name in ("b.safetensors", "consolidated.safetensors"):  # SGLang loads it all.
         other = shutil.copy(tmp_path / "b" / "adapter_model.safetensors", tmp_path / "d" / name)
-        with pytest.raises(ConfigError, match=rf"{other} lies beside"):
+        with pytest.raises(ConfigError, match=rf"{other} is beside"):
             read_model_identity(model, adapter=tmp_path / "d")
         Path(other).unlink()
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
