@@ -1,4 +1,4 @@
-"""Replace a user's file at once, and lock a file against other processes."""
+"""Replace a user's file in one step, and lock a file against other processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cachetree.errors import ConfigError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file at once. Yield the path of a temporary file, which replaces `path` at the end
-    of the block.
+    """Replace a file in one step. Yield the path of a temporary file, which replaces `path` at the
+    end of the block.
 
     Readers see the whole old content or the whole new one. A symbolic link stays, and its target is
     replaced. A device or pipe is written directly. Raises OSError.

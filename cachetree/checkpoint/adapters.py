@@ -121,7 +121,7 @@ def acting(path: Path) -> tuple[str, list[str]]:
 
 
 def targets(path: Path) -> list[str]:
-    """Return names of the matrices that the PEFT folder `path` changes, without their layers."""
+    """Return names, without layer numbers, of the matrices that the PEFT folder `path` changes."""
     return sorted({name.split(".lora_")[0].split(".")[-1] for name in read_tensors(_weights(path))})
 
 

@@ -82,8 +82,8 @@ def first_difference(
     block from this layer to the last one is lossless. Therefore a difference in q_proj, o_proj or
     the MLP counts at its own layer, though the KV of that layer is still the same.
 
-    Returns 0 also if embeddings differ, or config fields that change the computation. Modules after
-    the layers (final norm, output head) do not count, except a head tied to the embeddings.
+    Returns 0 if embeddings or config fields that change the computation differ. Modules after the
+    layers (final norm, output head) do not count, except a head tied to the embeddings.
 
     With adapters, return the lower of two layers: the first at which the bases differ, and the
     first at which the adapters differ (see `Adapter`).

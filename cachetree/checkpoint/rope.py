@@ -35,8 +35,8 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
 
 
 def varying_rope(rope: str) -> str:
-    """Return the type in `canonical_rope`'s result if its rotation depends on more than the
-    position. Empty otherwise, and for longrope without a longer context than in pre-training."""
+    """Return the type in `rope` (from `canonical_rope`) if it rotates by more than the position.
+    Empty otherwise, and for longrope without a longer context than in pre-training."""
     canonical = msgspec.json.decode(rope)
     for embedding in (canonical, *canonical.values()):
         name = embedding.get("rope_type") if isinstance(embedding, dict) else None

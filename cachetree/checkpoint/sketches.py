@@ -97,8 +97,8 @@ def _values(dtype: str, piece: Any) -> NDArray[np.float32]:
 
 @cache
 def _signs_of_all() -> NDArray[np.float32]:
-    """Return the random signs that multiply a piece's values. They are the same for all pieces;
-    `_sketch` then multiplies each piece's sums by signs of that piece."""
+    """Return the random signs that multiply the values of each piece of a tensor. They are the same
+    for all pieces; `_sketch` then multiplies a piece's sums by signs of that piece."""
     return _signs("", _PIECE).reshape(_ROWS, _WIDTH)
 
 

@@ -18,7 +18,7 @@ from cachetree.errors import ConfigError
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _ROTATIONS: Final = ".rotary_emb."
-"""Part of the names of tables in old checkpoints. Servers do not load these tables."""
+"""Part of the names of old checkpoints' rotation tables, which servers do not load."""
 
 Layout = tuple[str, tuple[int, ...]]
 """Type of a tensor, as a safetensors header writes it, and its shape."""
@@ -98,7 +98,7 @@ class Weights:
 
     def distances_from(self, sender: Weights) -> tuple[float, ...] | None:
         """Return the relative changes from the sender's weights to these, as `sketches.distances`
-        does. None if a tensor of either has no sketch, or another name, type or shape."""
+        does. None if a tensor has no sketch, or differs in name, type or shape."""
         ours, theirs = self.sketches or EMPTY, sender.sketches or EMPTY
         if (
             not ours.keys() == theirs.keys() == self.layouts.keys()

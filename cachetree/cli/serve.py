@@ -67,8 +67,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Content of the file that `cachetree serve` reads."""
 
     family: Family
-    """Family of models that share the cache. All servers that it talks to must have the same
-    family. The file may have the fields of a `CheckpointFamily` instead."""
+    """Family of models that share the cache. All servers that the worker talks to must have the
+    same family. The file may have the fields of a `CheckpointFamily` instead."""
     cache: ServedCache = ServedCache()
     http: str | int = ""
     """Address `HOST:PORT` that serves /metrics and /health. A port without a host is reachable on

@@ -1,4 +1,4 @@
-"""Callers that let the disk tier read a line into memory: a prompt's entries from the root on."""
+"""Callers that let the disk tier read a prefix into memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachetree.ids import ModelId, PageHash, Part
 from cachetree.tree import CacheTree, Lease
 
 _MAX_ROOM_S: Final = 1.0
-"""Largest number of seconds that a line waits for room, while readers still use the memory that it
+"""Largest number of seconds that a prefix waits for room, while readers use the memory that it
 needs."""
 _LOOK_S: Final = 0.01
 
@@ -25,7 +25,7 @@ class Asker:
     """A caller inside the disk tier, which neither waits for room nor leases pages."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """`is_over` returns True once the line is no longer wanted. Any thread may call it."""
+        """`is_over` returns True once the pages are no longer wanted. Any thread may call it."""
         self.is_over: Final = is_over
 
     def keep(self, pages: Sequence[PageHash], part: Part) -> None:
@@ -44,7 +44,7 @@ NO_PEER: Final = Asker()
 
 
 class AskingPeer(Asker):
-    """Caller for a peer: leases keep the line in memory until `deadline`."""
+    """Caller for a peer: leases keep the pages in memory until `deadline`."""
 
     def __init__(
         self, tree: CacheTree, model: ModelId, deadline: Deadline, is_wanted: Callable[[], bool]

@@ -25,7 +25,8 @@ FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 MEND: Final = "mend that, or name another directory"
-"""Remedy in messages about an operation that the system refused. The files may be intact."""
+"""Advice in messages about an operation that the system refused. It does not advise to delete
+files, because they may be intact."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Directory:
     there."""
 
     def __init__(self, path: Path, family: Family | None) -> None:
-        """Open the directory of a family. Without a family, any family's directory will do."""
+        """Open the directory of a family. Without a family, any family's directory is accepted."""
         self.path: Final = path
         self._prefix: Final = f"entry-{FORMAT}-" + (f"{family.digest[:8]}-" if family else "")
         self._lock = -1
@@ -82,7 +83,7 @@ class Directory:
         return len(begun)
 
     def _files(self, pattern: str) -> list[str]:
-        """Paths of all files with names that match."""
+        """Return the paths of all files with names that match `pattern`."""
         name = re.compile(pattern)
         with os.scandir(self.path) as entries:
             return [

@@ -3,10 +3,10 @@
     prefix     magic, size and checksum of the header
     header     msgpack: a `Record`
     checksums  XXH3-64 of each page of each step, in the order of the payload
-    payload    the steps of its part, one after the other, each with all pages in order
+    payload    all steps of the entry, one after the other, each with all pages in order
 
-The layout gives the place of each layer, counted from the end. Each page of a layer has a checksum,
-so any pages can be read alone.
+The record gives the place of each layer, counted from the file's end. Each page of a layer has a
+checksum, so any pages can be read alone.
 """
 
 from __future__ import annotations

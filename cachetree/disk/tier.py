@@ -299,12 +299,12 @@ class DiskTier:
             done(asker.let_go)
 
     def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
-        """Return how many bytes of a line are missing in memory. `asker` leases the line's pages
+        """Return how many bytes of these files are missing in memory. `asker` leases their pages
         that are in memory."""
         num_bytes = 0
         for file in line:
             record = file.record
-            # In a line, pages that are in memory come before pages that are not.
+            # Pages that are in memory come before pages that are not.
             num_here = bisect_left(
                 record.pages,
                 True,
@@ -316,8 +316,8 @@ class DiskTier:
         return num_bytes
 
     def _has_room_for(self, num_bytes: int, asker: Asker) -> bool:
-        """Return whether `num_bytes` fit beside all bytes that cannot be evicted. A line that does
-        not fit would evict other pages in vain."""
+        """Return whether `num_bytes` fit beside all bytes that cannot be evicted. A prompt that
+        does not fit would evict other pages in vain."""
         tree = self._tree
         while num_bytes + tree.held_bytes > tree.host_bytes:
             is_futile = num_bytes + tree.num_pinned_bytes > tree.host_bytes

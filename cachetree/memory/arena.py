@@ -38,7 +38,7 @@ from cachetree.memory.slab import ArenaFile, Blocks, Loan, NoRoom, Torn
 
 NONCE_BYTES: Final = 16
 _CHUNK_BYTES: Final = 1 << 20
-"""Bytes of a chunk. A reader remembers which chunks it has touched."""
+"""Size in bytes of a chunk. A reader remembers for each chunk whether the kernel has mapped it."""
 _POPULATE_READ: Final = 22
 """Value of MADV_POPULATE_READ, which Linux has from 5.14 on."""
 

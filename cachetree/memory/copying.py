@@ -50,7 +50,7 @@ def checksum(payload: memoryview | bytes) -> int:
 
 
 def checksum_of_parts(parts: Iterable[memoryview]) -> int:
-    """Return the checksum of the parts as one run of bytes."""
+    """Return the checksum of the parts' bytes, taken as one run."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

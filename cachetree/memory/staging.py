@@ -16,7 +16,7 @@ from cachetree.memory.copying import copy, cut, scatter
 from cachetree.memory.slab import Blocks, Pool
 
 Views = Mapping[Step, Sequence[memoryview]]
-"""Bytes of each step, as one view for each run of memory."""
+"""Memory of each step, as one view for each run."""
 
 NoteEnd = Callable[["Staging"], None]
 
@@ -37,7 +37,7 @@ class Staging:
         views: Views | None = None,
         note_end: NoteEnd = lambda staging: None,
     ) -> None:
-        """`views` has the memory of each step; without it, memory is allocated. `note_end` is
+        """`views` has the memory of each step; without `views`, memory is allocated. `note_end` is
         called at the first `release`."""
         self.sizes: Final = dict(sizes)
         """Bytes of each step."""
@@ -178,7 +178,8 @@ def staged(
     deadline: Deadline,
     note_end: NoteEnd = lambda staging: None,
 ) -> Staging:
-    """Return a staging in memory of a pool, which gets it back at the end. Raises NoRoom."""
+    """Return a staging in a pool's memory, which goes back to the pool at its end. Raises
+    NoRoom."""
     loan = pool.take(list(parts.values()))
     views = {
         step: [loan.memory[run.start : run.stop] for run in runs]

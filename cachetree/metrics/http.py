@@ -24,8 +24,8 @@ from cachetree.transport import Address, open_port
 log = logging.getLogger(__name__)
 
 _STUCK_S: Final = 5.0
-"""Seconds without a turn of its loop after which a worker's thread counts as stuck. The loop turns
-four times a second even if nothing happens."""
+"""A worker's thread counts as stuck if its loop has not turned for this many seconds. Normally the
+loop turns four times a second, even if nothing happens."""
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """Seconds to wait for the next bytes of a request."""

@@ -3,7 +3,7 @@
 own model      none: every layer loaded, exact, no profile needed
 another model  without a profile only lossless blocks: all layers from the first that differs, or
              from a layer below it that has E; with a profile that passed its gate also its
-             proven plans, for prompts of lengths that enough of its contexts reach
+             proven plans, for prompts that are not longer than the profile measured
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
 
 
 def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
-    """Index profiles by their models' ids, once at start-up: ids are digests, which take too long
-    for each request."""
+    """Index profiles by their models' ids, once at start-up: to compute the ids takes too long for
+    each request."""
     return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
 
 

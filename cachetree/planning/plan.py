@@ -168,7 +168,7 @@ class Demand:
     first_page: int = 0
     """Number of pages that the device has already."""
     first_approximate: int | None = None
-    """Number of leading pages on the device that an approximate plan can continue. None: all plans
+    """Number of leading pages on the device that an approximate plan can build on. None: all plans
     start at `first_page`."""
     num_head: int = 0
     """Number of leading pages that the receiver computes itself if a plan is approximate."""

@@ -43,8 +43,8 @@ from cachetree.planning.profile import BlockQuality
 from cachetree.planning.speeds import FREE_LINK
 
 NEARLY: Final = 1.05
-"""Plans count as equally fast as the fastest plan if their predicted TTFT is at most this many
-times as long."""
+"""Plans count as equally fast if their predicted TTFT is at most this many times the lowest
+TTFT."""
 _GIB: Final = 1 << 30
 _TAKEN: Final = "taken"
 _TOO_LONG: Final = "one step may recompute fewer pages than are worth a fetch"
@@ -64,7 +64,7 @@ class _Option:
     ttft_s: float | None = None
     """TTFT predicted for the whole prompt; None while the device's speed is unknown."""
     saving: float = 0.0
-    """Saving in seconds; in token-layers while the device's speed is unknown."""
+    """Saving in seconds; in tokens times layers while the device's speed is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The value `taken`, `not the best`, `not asked for`, or a `Reason`."""
     detail: str = ""
     pages: tuple[int, int] | None = None
-    """Pages of the prompt; half-open, like `block`. None if no block was allowed."""
+    """Pages of the prompt, as a half-open range like `block`. None if no block was allowed."""
     block: tuple[int, int] | None = None
     quality: float | None = None
     """Quality as in the profile; 1 for an exact plan."""
@@ -149,8 +149,8 @@ def _ways(
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
     """Predict the seconds that the plan saves; None while the device's speed is unknown.
 
-    Without the plan, the request would read from the device: the exact or the approximate prefix,
-    whichever is longer.
+    Without the plan, the request would continue the device's exact or approximate prefix, whichever
+    is longer.
     """
     option = _priced(_Option(plan=plan, quality=1.0), demand, costs)
     return None if option.ttft_s is None else option.saving

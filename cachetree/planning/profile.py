@@ -193,7 +193,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     models: tuple[ModelIdentity, ...]
     names: tuple[str, ...]
-    """Names for people, by model."""
+    """Readable names of the models, in the same order."""
     distances: tuple[tuple[float, ...], ...]
     """Relative change of the weights from each model to the next, see
     `cachetree.checkpoint.sketches`."""

@@ -34,7 +34,7 @@ class PrefillCost:
     context_s: float
     """Seconds that a token's attention to one earlier token takes."""
     margin: float = 1.0
-    """Factor between recent passes and their predictions."""
+    """Safety factor on predicted times, from recent passes (see `Margin`)."""
     most_tokens: float = inf
     """Largest number of tokens of one pass; more tokens take several passes."""
     known_tokens: float = inf
@@ -45,9 +45,9 @@ class PrefillCost:
 
     @classmethod
     def of_sizes(cls, hidden_size: int) -> PrefillCost:
-        """Estimate costs from sizes only. Per layer, a token takes about 24 h² operations (12 h²
-        weights), and 4 h operations for every earlier token. With 6 h earlier tokens both are
-        equal."""
+        """Estimate costs from the hidden size h only. Per layer, a token takes about 24 h²
+        operations (12 h² weights), and 4 h operations for every earlier token. With 6 h earlier
+        tokens both are equal."""
         attention_tokens = _ATTENTION_TOKENS_PER_HIDDEN * hidden_size
         return cls(token_s=SECONDS_PER_TOKEN, context_s=SECONDS_PER_TOKEN / attention_tokens)
 
@@ -92,7 +92,7 @@ class Link:
     fixed_s: float = 0.0
     """Least seconds of any fetch: a round trip, and the time until its end is seen."""
     margin: float = 1.0
-    """Factor between recent transfers and their predictions."""
+    """Safety factor on predicted times, from recent transfers (see `Margin`)."""
     backlog: Sequence[int] = ()
     """Bytes that each running fetch still has to transfer."""
     ahead: int = 0
@@ -128,7 +128,7 @@ FREE_LINK: Final = Link(byte_s=0.0)
 """Link that takes no time. It stands for the engine's own pool, and for unknown links."""
 
 QUANTILE: Final = 0.9
-"""Share of recent observations that took at most their prediction times the margin."""
+"""Share of recent observations that the margin has to cover."""
 MOST: Final = 1.5
 """Largest margin. With a larger margin reuse would never be tried, and speeds would not be measured
 again."""

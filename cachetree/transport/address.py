@@ -80,7 +80,7 @@ def cannot_bind(field: str, address: Address, why: str | None) -> ConfigError:
 
 
 def parse_address(value: str, *, field: str) -> Address:
-    """Parse an address that a user wrote as `field`. Raises ConfigError."""
+    """Parse the address in the setting `field`. Raises ConfigError."""
     is_tcp = value.startswith("tcp:")
     shown = value if is_tcp else without_password(value)
     try:

@@ -51,8 +51,8 @@ class Channel:
         self.send_queue: Final = SendQueue(connection, seals, wake)
         self.received_bytes = 0
         self.served_bytes = 0
-        """Bytes served so far, as in `Stream`. The scheduler serves the channel with the lowest
-        value."""
+        """Number of bytes served so far, as in `Stream`. The channel with the lowest number is
+        served next."""
         self._error: FetchError | None = None
         self._frame: Frame | None = None
         """Frame that is being received. None if a header is next."""

@@ -12,7 +12,7 @@ from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from cachetree.transport.wire import Model
 
 _MAX_SILENCE_S: Final = 65_534
-"""Largest silence in seconds. `channel` gives half of it to the kernel, where Linux takes at most
+"""Largest silence in seconds. `channel` gives half of it to the kernel: Linux takes at most
 MAX_TCP_KEEPIDLE."""
 
 
@@ -50,7 +50,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest number of changes of the tree queued for a peer that does not read. A peer with more
     changes to read gets a new snapshot instead."""
     shared_memory: bool = True
-    """Let peers on this host copy pages from this process's memory: they get only the positions.
+    """Let peers on this host copy pages from this process's memory: they get positions, not frames.
     Other peers get frames."""
     silence_s: float = 10.0
     """Seconds without a message after which a peer counts as gone. A closed connection is noticed

@@ -65,7 +65,7 @@ class DataPort:
         self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
         """Connections that have sent nothing yet, by file descriptor, the oldest first."""
         self._sources: dict[int, str] = {}
-        """Sources of the connections in `_silent`."""
+        """Source of each connection in `_silent`: a part of its IP address (`crowd.source_of`)."""
         self._epoll.register(self._listener, select.EPOLLIN)
         poller.register(self._epoll.fileno(), zmq.POLLIN)
 

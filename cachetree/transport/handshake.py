@@ -58,7 +58,7 @@ _ZAP_VERSION: Final = b"1.0"
 _DOMAIN: Final = b"cachetree"
 _ADMIN: Final = b"admin"
 _READER: Final = b"reader"
-"""User id that libzmq attaches to each message of a reader."""
+"""User id that libzmq attaches to each message of a peer that may only read."""
 _MAX_EVENTS: Final = 256
 """Largest number of handshakes that one turn of the worker decides, and of events that it reads."""
 _MAX_CONNECTIONS: Final = 256
@@ -224,7 +224,7 @@ class Credentials:
         return Seals(key, is_worker=False) if self._own else Unsealed()
 
     def failure(self, event: int, who: str) -> CacheTreeError:
-        """Return the error for an event of the monitor: a connection to `who` failed or ended.
+        """Return the error for a ZMQ monitor's event: the connection to `who` failed or ended.
 
         The error's text lists several causes, because the other side may close the connection
         without a reason.

@@ -112,7 +112,7 @@ class Peer:
 
     @property
     def link(self) -> Link | None:
-        """Measured link to the worker, for a new fetch. None before the first. Thread-safe."""
+        """Measured link to the worker, for a new fetch. None before any fetch. Thread-safe."""
         return self._fetches.free_link
 
     @property

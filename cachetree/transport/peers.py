@@ -45,8 +45,8 @@ class Peers:
     """All peers of a cache. `now` has the present peers by address. Each change makes a new
     mapping, so requests read it without a lock.
 
-    Each directory has its own thread, which waits for it. The last answer of a directory is valid
-    until the next one. A worker that is no longer named stays a peer as long as it answers.
+    Each directory has its own thread, which waits for answers. The last answer of a directory is
+    valid until the next one. A worker that is no longer named stays a peer as long as it answers.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class Synced(msgspec.Struct, frozen=True, tag="synced"):
 
 
 class Learned(msgspec.Struct, frozen=True, tag="learned"):
-    """Answer to each `Entries`: the peer's tree now has its changes."""
+    """Answer to each `Entries`: the peer's tree now has these changes."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):

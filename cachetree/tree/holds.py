@@ -19,7 +19,7 @@ from cachetree.tree.eviction import Eviction
 from cachetree.tree.trie import PageTrie, depth_of, upwards
 
 PagesOfSlab = tuple[Slab, Span]
-"""Consecutive pages of a slab."""
+"""Consecutive pages of a slab, which is the memory of one reservation."""
 
 PinName = tuple[ModelId | None, PageHash]
 """Key of a pin: its model (None: all models), and the last page of the pinned prefix."""
