@@ -140,9 +140,9 @@ def try_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that gets its name at the end of the block, complete.
+    """Write a file within a `with` block. At the end of the block, the complete file gets its name.
 
-    If the block raises, the file is deleted. During the block its name ends in `TEMPORARY`. A power
+    If the block raises, the file is deleted. Until its end, the name ends in `TEMPORARY`. A power
     cut may lose data that the kernel has not written back, and damage data written in part. Raises
     OSError.
     """

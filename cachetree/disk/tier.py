@@ -142,8 +142,8 @@ class DiskTier:
     def evict(
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        """Evict like `CacheTree.evict`, from memory and disk, in a thread. It then calls `done`
-        with the freed bytes of memory and of the disk. If the disk hangs, only memory is
+        """Evict like `CacheTree.evict`, from memory and disk, in a thread. The thread then calls
+        `done` with the freed bytes of memory and of the disk. If the disk hangs, only memory is
         evicted."""
         if not self._orders.put(partial(self._evict, model, pages, done)):
             done(0, 0)

@@ -4,8 +4,8 @@
     [1 page, ..)    loans and free runs
 
 The file is as long as its budget, so nothing is allocated later. A loan is in one run if one is
-long enough, otherwise in as few as possible. So there is room as long as there are bytes. Small
-blocks go where no large block fits, so that large blocks find holes, too.
+long enough, otherwise in as few as possible. So a loan fits if enough bytes are free. Small blocks
+go where no large block fits, so that large blocks find holes, too.
 
 Seals prevent any process from changing the file's size.
 

@@ -22,8 +22,8 @@ Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
 
 
 def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
-    """Index profiles by their models' ids, once at start-up: to compute the ids takes too long for
-    each request."""
+    """Index profiles by their models' ids, once at start-up: a request has no time to compute
+    ids."""
     return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
 
 

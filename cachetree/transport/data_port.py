@@ -21,8 +21,8 @@ from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
 _BACKLOG: Final = 4096
-"""Largest number of connections that wait in the kernel. The kernel hides connections that have
-sent nothing, until so many wait; then it shows all."""
+"""Largest number of connections that wait in the kernel. The kernel reports a connection once it
+has sent something, or all connections once so many wait."""
 _MAX_TICKETS: Final = 1024
 """Largest number of unused tickets. If there are more, the oldest ticket becomes invalid."""
 _MAX_SILENT: Final = 256

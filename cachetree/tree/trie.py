@@ -108,8 +108,8 @@ class PageIndex:
                 self._more[page] = ids[1:]
 
     def num_free(self, pages: Sequence[PageHash], node: Node | None, is_own: Has) -> int:
-        """Return how many leading `pages` may be in `node`. Stop at a page of another node for
-        which `is_own` is true. `node` has `pages` already; None is a new node."""
+        """Return how many leading `pages` a node may have: up to the first page of another node for
+        which `is_own` is true. `node` is this node, which has `pages`; None: a new node."""
         known = self._ids if node is None else self._more
         if not known.keys().isdisjoint(pages):
             for at, page in enumerate(pages):
