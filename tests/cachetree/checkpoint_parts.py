@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,12 +46,7 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
     return tensors | {"lm_head.weight": some(200, 32)}
 
 
-def write(
-    folder: Path,
-    tensors: dict[str, np.ndarray] | None = None,
-    config: dict[str, Any] = CONFIG,
-    tokenizer: dict[str, Any] = TOKENIZER,
-) -> Path:
+def write(folder, tensors=None, config=CONFIG, tokenizer=TOKENIZER):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -61,17 +61,13 @@ def text_of(number: int, length: int) -> str:
     return chr(1000 + number) + "f" * (length - 1)
 
 
-def content(
-    model: ModelId, pages: Sequence[PageHash], step: Step, family: Family = FAMILY
-) -> bytes:
+def content(model, pages, step, family=FAMILY):
     seed = f"{model}{step.kind.value}{step.layer}".encode()
     size = page_bytes(step, family)
     return b"".join(hashlib.shake_128(seed + page).digest(size) for page in pages)
 
 
-def views_of(
-    model: ModelId, pages: Sequence[PageHash], num_runs: int = 1
-) -> Callable[[Step, Span], list[memoryview]]:
+def views_of(model, pages, num_runs=1):
     """Return the content of the pages, cut into runs as it may be in memory."""
 
     def views(step: Step, span: Span) -> list[memoryview]:
@@ -82,9 +78,7 @@ def views_of(
     return views
 
 
-def change_of(
-    model: ModelId, pages: Sequence[PageHash], parent: PageHash | None = None, part: Part = KV
-) -> Change:
+def change_of(model, pages, parent=None, part=KV):
     """Return the change that adds these pages."""
     return Change(added=True, model=model, part=part, parent=parent, pages=tuple(pages))
 
@@ -103,14 +97,7 @@ def open_store(path: Path, num_bytes: int = BUDGET, family: Family = FAMILY) -> 
     return Opened(CacheTree(family, host_bytes=0), path, num_bytes)
 
 
-def write(
-    store: DiskStore,
-    model: ModelId,
-    text: str,
-    start: int = 0,
-    e_layers: Sequence[int] = (),
-    num_runs: int = 1,
-) -> bool:
+def write(store, model, text, start=0, e_layers=(), num_runs=1):
     """Write KV, then E, of the pages of `text` from page `start` on."""
     pages = path_of(text)
     parent = pages[start - 1] if start else None

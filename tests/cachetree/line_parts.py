@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import msgspec
 from profile_parts import profile_of
 
-from cachetree.checkpoint import ModelIdentity, Weights
+from cachetree.checkpoint import Weights
 from cachetree.planning import BlockQuality, Line, LineProfile
 
 
-def line_of(
-    models: Sequence[Weights | ModelIdentity], proven: tuple[float, ...], **others: Any
-) -> LineProfile:
+def line_of(models, proven, **others):
     """Return a profile of a line. Its plan loads everything, and is proven for these changes of
     weights."""
     named = [it.identity if isinstance(it, Weights) else it for it in models]

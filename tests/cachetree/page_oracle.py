@@ -6,7 +6,7 @@ its place. If a wrong advert puts a page elsewhere, its place also names the pla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -150,9 +150,7 @@ class Oracle:
         for each in self.with_ground(key, text):
             self.local[each] = Page(self.num_uses, self.clock.now_s)
 
-    def cover(
-        self, parent: str, pages: Sequence[str], own: Mapping[str, str] | None = None
-    ) -> list[str]:
+    def cover(self, parent, pages, own=None):
         """Make nodes of these pages and return their places. Stop at a page that is at another
         place in `own`, or that comes twice."""
         known, covered = self.known(), list[str]()

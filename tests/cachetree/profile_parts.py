@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cachetree.checkpoint.family import Family, ModelIdentity
-from cachetree.planning.profile import PROFILE_VERSION, BlockQuality, PairProfile
+from cachetree.planning.profile import PROFILE_VERSION, PairProfile
 
 
 def identity(weights: str, num_layers: int = 10) -> ModelIdentity:
@@ -28,9 +28,7 @@ def family(**settings: Any) -> Family:
     return Family(**{**identity("r", 4).shape, **usual, **settings})
 
 
-def profile_of(
-    sender: ModelIdentity, receiver: ModelIdentity, *blocks: BlockQuality, **others: Any
-) -> PairProfile:
+def profile_of(sender, receiver, *blocks, **others):
     """Profile that has passed, and recommends the first of the blocks."""
     fields = {
         "version": PROFILE_VERSION,

@@ -84,9 +84,7 @@ class Tap:
 
 
 @contextlib.contextmanager
-def dealer_to(
-    address: Location | str, credentials: Credentials, name: bytes = b""
-) -> Iterator[zmq.Socket[bytes]]:
+def dealer_to(address, credentials, name=b""):
     """Open a peer's connection by hand, under a name of the peer's choice."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)

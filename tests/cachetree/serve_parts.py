@@ -7,8 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 from transport_parts import FAMILY
@@ -17,9 +15,7 @@ COMMAND = ("-m", "cachetree.cli")
 
 
 @contextlib.contextmanager
-def serving(
-    folder: Path, python: Sequence[str] = COMMAND, **settings: object
-) -> Iterator[subprocess.Popen[str]]:
+def serving(folder, python=COMMAND, **settings):
     """Run `cachetree serve` with a file of these settings until the block ends. The process then
     has to end with status 0. The test may read its output."""
     config = folder / "serve.yaml"

@@ -74,9 +74,7 @@ def factors(*modules: str, seed: int = 0) -> dict[str, np.ndarray]:
 Q0, K1, UP2 = "layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj", "layers.2.mlp.up_proj"
 
 
-def two_adapters(
-    folder: Path, ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], **settings: Any
-) -> int:
+def two_adapters(folder, ours, theirs, **settings):
     """Return the first difference of two adapters on one base. `settings` are settings of the
     second adapter."""
     base = write(folder / "base")

@@ -71,9 +71,7 @@ PROFILES = index_profiles([PROFILE])
 ALL_E = dict.fromkeys(range(10), 10)
 
 
-def match(
-    model: str, num_pages: int = 10, location: Location = LOCAL, e: Mapping[int, int] = ALL_E
-) -> Match:
+def match(model, num_pages=10, location=LOCAL, e=ALL_E):
     return Match(model=model, location=location, num_pages=num_pages, e_pages=e)  # type: ignore[arg-type]
 
 

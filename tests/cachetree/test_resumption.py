@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -63,9 +62,7 @@ class BreakingWorker(ScriptedWorker):
     """A worker that serves `PAGES`. It breaks the first `num_broken` requests at their third frame,
     by `harm`."""
 
-    def __init__(
-        self, harm: Callable[[BreakingWorker, bytes, Frame, bytes], bool], num_broken: int
-    ) -> None:
+    def __init__(self, harm, num_broken):
         self.fetches: list[wire.Fetch] = []
         self._harm = harm
         self._num_broken = num_broken

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
-from security_parts import Party, Tap, TicketUser, greeted, ticket_of
+from security_parts import Tap, TicketUser, greeted, ticket_of
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -34,7 +34,6 @@ from transport_parts import (
 )
 
 from cachetree import (
-    CacheTree,
     ConfigError,
     Deadline,
     Kind,
@@ -66,9 +65,7 @@ def nothing_fails_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def behind_proxies(
-    tree: CacheTree, us: Party, friend: Party, **settings: object
-) -> Iterator[tuple[Location, FaultProxy]]:
+def behind_proxies(tree, us, friend, **settings):
     """Return an address that leads to a worker through a proxy, and the proxy."""
     with worker_of(tree, **us.serving(friend, **settings)) as worker:
         port = ticket_of(worker.address, friend.asking(us)).port

@@ -247,9 +247,7 @@ def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us, friend):
             context.destroy(linger=0)
 
 
-def silent(
-    worker: Worker, num: int, stack: ExitStack, host: str = "127.0.0.1"
-) -> list[socket.socket]:
+def silent(worker, num, stack, host="127.0.0.1"):
     """Open connections from `host` that send nothing."""
     at = ("127.0.0.1", int(worker.address.rsplit(":", 1)[1]))
     return [

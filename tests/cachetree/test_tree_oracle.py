@@ -107,9 +107,7 @@ class TreeMachine(RuleBasedStateMachine):
         num=indices,
         parent=indices,
     )
-    def lie(
-        self, key: tuple[str, Part], text: str, order: list[int], num: int, parent: int
-    ) -> None:
+    def lie(self, key, text, order, num, parent):
         of = self.mirror.loaded[key[0]], key[1]
         had = [it[2] for it in sorted(self.mirror.remote) if it[:2] == (LIAR, of)]
         pages = [text[: at + 1] for at in order if at < len(text)][: num + 1]

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from types import FrameType, TracebackType
+from types import FrameType
 
 import pytest
 from tree_parts import (
@@ -25,7 +25,7 @@ from tree_parts import (
     store,
 )
 
-from cachetree.ids import KV, LOCAL, Location, ModelId, Part
+from cachetree.ids import KV, LOCAL, Location, Part
 from cachetree.tree.entries import Change
 from cachetree.tree.eviction import Retention
 from cachetree.tree.slices import SLICE
@@ -46,12 +46,7 @@ class CountingLock:
         self.num_calls.append(0)
         sys.setprofile(self._count)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type, exc, traceback):
         sys.setprofile(None)
 
     def _count(self, frame: FrameType, event: str, arg: object) -> None:
@@ -170,9 +165,7 @@ def test_entries_that_have_grown_old_go_in_slices_too():
     assert max(lock.num_calls) <= MOST_CALLS
 
 
-def reach(
-    tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL
-) -> tuple[int, dict[int, int]]:
+def reach(tree, model, text, location=LOCAL):
     """Number of pages with KV, and with E by layer, that a match finds."""
     by_model = {it.model: it for it in tree.match(path(text)) if it.location == location}
     return (

@@ -66,18 +66,14 @@ def plan_of(location: Location, pages: Span) -> Plan:
     )
 
 
-def fetch(
-    cache: Cache, location: Location, pages: Sequence[PageHash], span: Span, seconds: float = 10
-) -> None:
+def fetch(cache, location, pages, span, seconds=10):
     """Fetch pages. Raises the error that ended the fetch."""
     staging = cache.fetch(plan_of(location, span), pages, Deadline.after(seconds))
     with staging:
         check_content(staging, pages[span.start : span.stop])
 
 
-def fetch_too_late(
-    cache: Cache, plan: Plan, pages: Sequence[PageHash], *, is_given_up: bool
-) -> None:
+def fetch_too_late(cache, plan, pages, *, is_given_up):
     """Run a fetch from a slow place. One of its steps comes after its deadline, or after its reader
     has given up."""
     staging = cache.fetch(plan, pages, Deadline.after(0.1))

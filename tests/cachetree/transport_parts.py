@@ -36,12 +36,11 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.clock import Clock
 from cachetree.ids import KV, Part
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import scatter
-from cachetree.memory.slab import ArenaFile, Blocks, Loan, Pool
-from cachetree.transport import Credentials, Keeper, ask, channel, verbs, wire
+from cachetree.memory.slab import Blocks, Loan, Pool
+from cachetree.transport import Keeper, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
 from cachetree.transport.data_port import DataPort
@@ -88,12 +87,7 @@ def content_of(family: Family, page: PageHash, step: Step) -> bytes:
     return hashlib.shake_128(seed).digest(64) * (size // 64)
 
 
-def store(
-    tree: CacheTree,
-    pages: Sequence[PageHash],
-    parent: PageHash | None = None,
-    model: ModelId = MODEL,
-) -> None:
+def store(tree, pages, parent=None, model=MODEL):
     for part in PARTS:
         reservation = tree.reserve(model, parent, pages, part)
         for step in reservation.steps:
@@ -128,9 +122,7 @@ def new_memory() -> Pool:
     return Heap()
 
 
-def new_tree(
-    pages: Sequence[PageHash] = (), family: Family = FAMILY, memory: Pool | None = None
-) -> CacheTree:
+def new_tree(pages=(), family=FAMILY, memory=None):
     """Make a tree, in `new_memory()` if no memory is named."""
     tree = CacheTree(family, host_bytes=HOST_BYTES, memory=memory or new_memory())
     if pages:
@@ -150,9 +142,7 @@ class RecordingStaging(Staging):
         return super().room(step, offset, size)
 
 
-def new_staging(
-    num_pages: int, seconds: float = 10.0, steps: Sequence[Step] = STEPS
-) -> RecordingStaging:
+def new_staging(num_pages, seconds=10.0, steps=STEPS):
     sizes = dict.fromkeys(steps, num_pages * PAGE_BYTES)
     return RecordingStaging(sizes, Deadline.after(seconds))
 
@@ -170,9 +160,7 @@ def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
         assert b"".join(staging.views(step)) == expected, step
 
 
-def begun(
-    peer: Peer, pages: Sequence[PageHash], seconds: float = 10.0, steps: Sequence[Step] = STEPS
-) -> RecordingStaging:
+def begun(peer, pages, seconds=10.0, steps=STEPS):
     """Begin a fetch of these pages."""
     staging = new_staging(len(pages), seconds, steps)
     peer.fetch(MODEL, pages, staging)
@@ -217,15 +205,7 @@ def new_keeper(tree: CacheTree, max_bytes_per_s: float = inf) -> Keeper:
 
 
 @contextlib.contextmanager
-def peer_of(
-    address: Location,
-    tree: CacheTree,
-    config: PeerConfig = FAST,
-    *,
-    is_ready: bool = True,
-    keeper: Keeper | None = None,
-    clock: Clock = time.monotonic,
-) -> Iterator[Peer]:
+def peer_of(address, tree, config=FAST, *, is_ready=True, keeper=None, clock=time.monotonic):
     peer = Peer(tree, address, config, keeper=keeper, clock=clock)
     try:
         if is_ready:
@@ -250,9 +230,7 @@ def flushed(channel: Channel) -> None:
     eventually(lambda: send_queue.has_written(send_queue.queued_bytes))
 
 
-def ask_status(
-    address: Location | str, *, timeout_s: float, credentials: Credentials | None = None
-) -> verbs.Status:
+def ask_status(address, *, timeout_s, credentials=None):
     """Ask a worker for its status."""
     asked = verbs.StatusRequest()
     return ask(address, asked, verbs.Status, timeout_s=timeout_s, credentials=credentials)
@@ -350,13 +328,7 @@ class ScriptedWorker:
     `script(self, identity, fetch)` sends the messages that a broken worker would send.
     """
 
-    def __init__(
-        self,
-        script: Callable[[ScriptedWorker, bytes, wire.Fetch], None],
-        family: Family = FAMILY,
-        arena: ArenaFile | None = None,
-        listen: str = "tcp://127.0.0.1:0",
-    ) -> None:
+    def __init__(self, script, family=FAMILY, arena=None, listen="tcp://127.0.0.1:0"):
         self._script = script
         self._family = family
         self._arena = arena
@@ -448,9 +420,7 @@ class ScriptedWorker:
 
 
 @contextlib.contextmanager
-def worker_process(
-    num_pages: int, bytes_per_s: float, listen: str = "tcp://127.0.0.1:0"
-) -> Iterator[tuple[Popen[str], Location]]:
+def worker_process(num_pages, bytes_per_s, listen="tcp://127.0.0.1:0"):
     """A worker of `pages_of(num_pages)` in its own process, in memory that others can read."""
     command = [sys.executable, str(Path(__file__)), listen, str(num_pages), str(bytes_per_s)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:

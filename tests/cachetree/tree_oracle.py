@@ -184,9 +184,7 @@ class Mirror(Oracle):
         self.num_operations += 1
         self.reservations.pop(index).handle.release()
 
-    def lease(
-        self, model: ModelId, parts: Sequence[Part], text: str, start: int, seconds: float
-    ) -> None:
+    def lease(self, model, parts, text, start, seconds):
         self.num_operations += 1
         pages, keys = prefixes(text, start), [(model, part) for part in parts]
         at_s = self.clock.now_s + seconds

@@ -54,9 +54,7 @@ def content(model: ModelId, pages: Sequence[PageHash], step: Step) -> bytes:
     return b"".join(hashlib.shake_128(seed + page).digest(size) for page in pages)
 
 
-def store(
-    tree: CacheTree, model: ModelId, text: str, start: int = 0, e_layers: Collection[int] = ()
-) -> tuple[PageHash, ...]:
+def store(tree, model, text, start=0, e_layers=()):
     """Reserve, fill and commit KV and E of the pages of `text` from page `start` on. Return the new
     pages of the last part."""
     pages, new = path(text), tuple[PageHash, ...]()
@@ -72,9 +70,7 @@ def store(
     return new
 
 
-def advertise(
-    tree: CacheTree, location: Location, model: ModelId, text: str, *e_layers: int, start: int = 0
-) -> None:
+def advertise(tree, location, model, text, *e_layers, start=0):
     """Note KV and E of the pages of `text` from page `start` on at a location."""
     pages = path(text)
     for part in (KV_PART, *map(Part, e_layers)):

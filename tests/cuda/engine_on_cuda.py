@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,6 @@ from sglang_droidspeak.engine.names import (
     ScheduleBatch,
     forward_context,
 )
-from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
 from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.start.this_server import ThisServer
@@ -152,9 +151,7 @@ class Engine:
     SGLang's streams are `schedule`, on which the scheduler's thread prepares, and `forwards`.
     """
 
-    def __init__(
-        self, runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda, recompute: str
-    ) -> None:
+    def __init__(self, runner, model, e_layers, cuda, recompute):
         self.cuda, self.runner = cuda, runner
         self.made: list[Any] = []
         """Instances of plain attention that the product had SGLang make."""
@@ -272,12 +269,7 @@ class Engine:
             runner.model.forward(forward.input_ids, forward.positions, forward)
         runner.shared_read_done_event = torch.cuda.Event()
 
-    def run_with(
-        self,
-        requests: Sequence[Request],
-        *parts: Part,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> list[str]:
+    def run_with(self, requests, *parts, meanwhile=lambda: None):
         """Run a batch as SGLang does: loads start with it and end after it. Return their
         outcomes."""
         index = self.loader.start([it.load for it in requests])
@@ -321,15 +313,7 @@ class Engine:
 
     # What the extension is given.
 
-    def loading(
-        self,
-        slots: torch.Tensor,
-        block: Span,
-        pages_of: memoryview | PoolPages,
-        sender: ModelId | None = None,
-        rid: str = "r",
-        e_map: str = "",
-    ) -> Request:
+    def loading(self, slots, block, pages_of, sender=None, rid="r", e_map=""):
         """Return a load of all pages of `slots`, from staged memory or from the pool. Without a
         sender this model is the sender: its own KV is not approximate."""
         pages = Span(0, len(slots) // PAGE)
@@ -406,9 +390,7 @@ def stored(kv: KV) -> torch.Tensor:
 
 
 @contextmanager
-def on_device(
-    runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda, recompute: str = "server"
-) -> Iterator[Engine]:
+def on_device(runner, model, e_layers, cuda, recompute="server"):
     """`recompute` is the setting that chooses the attention of a partial prefill."""
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
     with (
@@ -463,7 +445,6 @@ def plain_attention(runner: Any) -> Any:
     """Replace SGLang's kernels: plain attention on the device, in which nothing makes the host
     wait."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.layers.radix_attention import RadixAttention
 
     class Attention(AttentionBackend):
         def __init__(self) -> None:
@@ -480,9 +461,7 @@ def plain_attention(runner: Any) -> Any:
             does."""
             self.indptr[1 : batch.batch_size + 1] = batch.seq_lens.cumsum(0)
 
-        def forward_extend(
-            self, q: Any, k: Any, v: Any, layer: RadixAttention, batch: ForwardBatch, save=True, **_
-        ) -> torch.Tensor:
+        def forward_extend(self, q, k, v, layer, batch, save=True, **_):
             if self.fails:
                 raise RuntimeError("no kernel for this device")
             self.runs.append(list(batch.extend_prefix_lens_cpu))

@@ -92,9 +92,7 @@ def test_copies_run_and_nothing_races(monkeypatch):
     assert not cuda.races, cuda.races[0]
 
 
-def transfer_kv_direct(
-    src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
-) -> None:
+def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
     """Copy page by page, as the engine does; its own kernel needs a device."""
     pages = [it[::page_size].tolist() for it in (src_indices, dst_indices)]
     for source, into in zip(src_layers, dst_layers, strict=True):

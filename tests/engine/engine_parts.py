@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks import random_servers
 from benchmarks.oracle import Generated, decode, partial_prefill
 from cachetree.cache import Cache
-from cachetree.checkpoint.family import Family, ModelIdentity
+from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
-from cachetree.ids import ModelId, PageHash, Span
-from cachetree.planning.profile import BlockQuality, PairProfile
+from cachetree.ids import ModelId
+from cachetree.planning.profile import BlockQuality
 from cachetree.tree import hashing
 from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server, free_port
@@ -50,17 +50,7 @@ def _load(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def oracle(
-    receiver: Path,
-    sender: Path,
-    prompt: Sequence[int],
-    *,
-    block: Span,
-    num_reused: int,
-    max_new: int,
-    own: int = 0,
-    correct: Callable[[torch.Tensor], torch.Tensor] = lambda e: e,
-) -> Generated:
+def oracle(receiver, sender, prompt, *, block, num_reused, max_new, own=0, correct=lambda e: e):
     """Answer that the receiver must give if tokens [own, num_reused) come from the sender."""
     ids = torch.tensor([list(prompt)])
     reused = ids[:, :num_reused]
@@ -124,9 +114,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
     return random_prompt(num_tokens, seed)
 
 
-def page_hashes(
-    tokens: Sequence[int], salt: str | None = None, extra_key: str | None = None
-) -> list[PageHash]:
+def page_hashes(tokens, salt=None, extra_key=None):
     """Return SGLang's page keys of a prompt, as any peer computes them."""
     seed = storage_namespace_seed(extra_key, salt)
     return hashing.page_hashes(tokens, PAGE, bytes.fromhex(seed) if seed else b"")
@@ -170,9 +158,7 @@ class Watcher:
         it."""
         self.wait_for_model(tokens, read_model_identity(model).model_id, salt)
 
-    def wait_for_model(
-        self, tokens: Sequence[int], model: ModelId, salt: str | None = None
-    ) -> None:
+    def wait_for_model(self, tokens, model, salt=None):
         eventually(lambda: self._num_pages(tokens, model, salt) == len(tokens) // PAGE)
         time.sleep(0.1)
 
@@ -186,9 +172,7 @@ def free_address(num_ranks: int = 1) -> str:
     return f"tcp://127.0.0.1:{free_port(num_ranks)}"
 
 
-def profile_of(
-    sender: ModelIdentity, receiver: ModelIdentity, *, passed: bool = True
-) -> PairProfile:
+def profile_of(sender, receiver, *, passed=True):
     """Make up a profile. Only layer 2 has to be the receiver's own."""
     best = BlockQuality(start=2, stop=3, quality=0.9)
     return random_servers.profile_of(sender, receiver, best, passed=passed)

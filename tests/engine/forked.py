@@ -47,9 +47,7 @@ class Server(servers.Server):
 class _Fork:
     """Part of `subprocess.Popen` that a server's owner needs, for a process that is not a child."""
 
-    def __init__(
-        self, origin: _Origin, arguments: Sequence[str], log: BinaryIO, env: Mapping[str, str]
-    ) -> None:
+    def __init__(self, origin, arguments, log, env):
         call = {"arguments": arguments, "env": dict(env), "folder": str(Path.cwd())}
         self._origin = origin
         self.pid = origin.call(call, log.fileno())

@@ -67,9 +67,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)
 
 
-def worker_config(
-    model: Path, address: Location, author: Location, disk: Path, life: int
-) -> dict[str, Any]:
+def worker_config(model, address, author, disk, life):
     return {
         "family": {"model": str(model), "kv_dtype": "float32", "page_size": PAGE},
         "cache": {
@@ -142,14 +140,7 @@ def same(first: Answer, second: Answer) -> bool:
     return first.ids == second.ids and all(abs(one - other) < 2e-4 for one, other in near)
 
 
-def ask(
-    reader: Server,
-    tokens: list[int],
-    alone: Answer,
-    alone_s: float,
-    controls: dict[str, str],
-    record: Record,
-) -> None:
+def ask(reader, tokens, alone, alone_s, controls, record):
     begun_at_s = time.monotonic()
     try:
         reader.flush()

@@ -18,13 +18,7 @@ from cachetree.transport.frames import Frame
 class _OfferingWorker(ScriptedWorker):
     """A worker that offers prompts of a model of its own, with E at layer 1."""
 
-    def __init__(
-        self,
-        family: Family,
-        model: str,
-        prompts: Sequence[Sequence[int]],
-        listen: str = "tcp://127.0.0.1:0",
-    ) -> None:
+    def __init__(self, family, model, prompts, listen="tcp://127.0.0.1:0"):
         self.model = model
         self._prompts = [page_hashes(tokens) for tokens in prompts]
         self._page_bytes = {"kv": family.kv_page_bytes, "e": family.e_page_bytes}
@@ -62,15 +56,7 @@ class StallingWorker(_OfferingWorker):
     """A worker that sends zeros. It sends all of one prompt; of other fetches it leaves out the
     last steps."""
 
-    def __init__(
-        self,
-        family: Family,
-        model: str,
-        tokens: list[int],
-        *,
-        num_unsent: int = 1,
-        listen: str = "tcp://127.0.0.1:0",
-    ) -> None:
+    def __init__(self, family, model, tokens, *, num_unsent=1, listen="tcp://127.0.0.1:0"):
         self.tokens = tokens
         self._num_unsent = num_unsent
         super().__init__(family, model, [tokens], listen)

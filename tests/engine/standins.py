@@ -156,14 +156,7 @@ class FakeReq(SimpleNamespace):
         self.full_untruncated_fill_ids = range(NUM_PAGES * PAGE + 1)
 
 
-def request(
-    rid: str = "r1",
-    lora_id: str | None = None,
-    *,
-    n: int = 1,
-    max_new_tokens: int = 8,
-    **fields: Any,
-) -> Any:
+def request(rid="r1", lora_id=None, *, n=1, max_new_tokens=8, **fields):
     """Make a request in the queue, with these values of its fields."""
     params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=None)
     known = {

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ from engine_parts import (
 )
 from forked import ServerSpec
 
-from benchmarks.oracle import Generated
 from benchmarks.random_adapters import write_adapter
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
@@ -81,13 +80,7 @@ class Checkpoints:
     """Checkpoint of each model, with adapters merged into the base."""
 
     @classmethod
-    def write(
-        cls,
-        folder: Path,
-        adapters: Mapping[str, Mapping[str, Any]],
-        *others: str,
-        kind: str = "llama",
-    ) -> Checkpoints:
+    def write(cls, folder, adapters, *others, kind="llama"):
         """Write a base, adapters as `write_adapter` makes them, and fine-tunes with other
         weights."""
         config = shape(kind, layers=NUM_LAYERS, hidden=HIDDEN, heads=4, kv_heads=2)
@@ -154,17 +147,7 @@ class Checkpoints:
         """Return the controls of a request that asks for exactly this."""
         return {"sender": self.model_id(sender), "block": literal(block)}
 
-    def expected(
-        self,
-        name: str,
-        sender: str,
-        tokens: Sequence[int],
-        block: Span,
-        *,
-        num_reused: int | None = None,
-        own: int = 0,
-        correction: Correction | None = None,
-    ) -> Generated:
+    def expected(self, name, sender, tokens, block, *, num_reused=None, own=0, correction=None):
         """Return the oracle's answer if tokens [own, num_reused) are the sender's. With None, as
         many tokens as possible are."""
         return oracle(
@@ -203,15 +186,11 @@ class Team:
         self.watcher.wait_for_model([*tokens, *reply.ids[:-1]], self.models.model_id(name))
         return reply
 
-    def receive(
-        self, name: str, sender: str, tokens: list[int], block: Span, **options: Any
-    ) -> Answer:
+    def receive(self, name, sender, tokens, block, **options):
         controls = self.models.controls(sender, block)
         return self.ask(name, tokens, droidspeak=controls, **options)
 
-    def assert_block_equals_the_oracle(
-        self, sender: str, receiver: str, tokens: list[int], block: Span
-    ) -> None:
+    def assert_block_equals_the_oracle(self, sender, receiver, tokens, block):
         self.ask(sender, tokens, max_new_tokens=1)
         reply = self.receive(receiver, sender, tokens, block)
         reply.assert_equals(self.models.expected(receiver, sender, tokens, block))
@@ -223,9 +202,7 @@ class Team:
         )
         assert provenance["reused_tokens"] == whole_pages(len(tokens))
 
-    def assert_batch_equals_the_oracle(
-        self, names: Sequence[str], blocks: Sequence[Span], num_reading: int, num_plain: int
-    ) -> None:
+    def assert_batch_equals_the_oracle(self, names, blocks, num_reading, num_plain):
         """Check a batch with different adapters, senders and blocks, and with requests that reuse
         nothing."""
         most = len(names)
@@ -269,9 +246,7 @@ class Team:
 
 
 @contextmanager
-def team_of(
-    models: Checkpoints, *specs: ServerSpec, env: Mapping[str, str] = SLOW_DEVICE
-) -> Iterator[Team]:
+def team_of(models, *specs, env=SLOW_DEVICE):
     settings = [it.droidspeak or {} for it in specs]
     addresses = [it["listen"] for it in settings if "listen" in it]
     with (
@@ -314,13 +289,7 @@ def questions(seed: int) -> dict[str, Question]:
     }
 
 
-def assert_same_answers_without_reuse(
-    server: Server,
-    models: Checkpoints,
-    name: str,
-    asked: Mapping[str, Question],
-    read: Callable[[list[int]], object],
-) -> dict[str, Answer]:
+def assert_same_answers_without_reuse(server, models, name, asked, read):
     """Compare the answers of an activated adapter with the oracle. Each question is asked streamed
     and alone, all are asked as one batch, and again without any reuse. `read` first has the base
     read the documents. Return the streamed answers."""

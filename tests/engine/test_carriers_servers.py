@@ -29,9 +29,7 @@ TOKENS = prompt(200, seed=17)
 OFF = {"mode": "off"}
 
 
-def assert_corrected(
-    reply: Answer, models: Checkpoints, sender: str, receiver: str, tokens: list[int] = TOKENS
-) -> None:
+def assert_corrected(reply, models, sender, receiver, tokens=TOKENS):
     provenance = reply.provenance
     assert (provenance["outcome"], provenance["e_corrected"], provenance["exact"]) == (
         "reused",

@@ -13,12 +13,12 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 from engine_parts import eventually
 from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards, Via
-from struck_parts import NUM_FRAMES, RECOVERY_S, Blow, Rig, rig_in
+from struck_parts import NUM_FRAMES, RECOVERY_S, Rig, rig_in
 
 from cachetree import Deadline
 from cachetree.disk import DiskTier
@@ -76,12 +76,7 @@ def bring_back(rig: Rig) -> None:
     rig.recover()
 
 
-def strike_all(
-    rig: Rig,
-    harms: Sequence[Strike | Deed],
-    proxy: FaultProxy,
-    mend: Callable[[], None] = lambda: None,
-) -> list[Blow]:
+def strike_all(rig, harms, proxy, mend=lambda: None):
     """Strike one fetch with each harm, and after it run a fetch without a harm."""
     rig.measure_alone()
     held, resident, messages, asked = rig.held(), rig.resident(), rig.told(), rig.outcomes.copy()

@@ -82,9 +82,7 @@ class ServerElsewhere(ServerSpec):
         return (*self.wrapper, *super().words(folder))
 
 
-def networked(
-    network: Namespaces, folder: Path
-) -> tuple[list[Any], dict[str, str], dict[str, Party]]:
+def networked(network, folder):
     """Return the example's specifications. Every process runs on another machine, and has keys."""
     fleet = read_fleet(ROOT / "examples" / "fleet.yaml")
     parties = {name: new_party(folder / "keys", name) for name in network.names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,9 +101,7 @@ class Pair:
 
 
 @contextmanager
-def served(
-    folder: Path, profile: Path, model: Path = SENDER, num_ranks: int = 1, **settings: Any
-) -> Iterator[Pair]:
+def served(folder, profile, model=SENDER, num_ranks=1, **settings):
     address = f"tcp://127.0.0.1:{free_port(num_ranks)}"
     layers = {"listen": address, "capture_layers": [2, 3, 4], "host_gb": 0.5}
     reads = {"peers": [address], "profiles": [str(profile)], "host_gb": 0, **settings}
@@ -167,9 +165,7 @@ def of_another_sender(folder: Path, change: Change, sender: Path = SENDER) -> Pa
     return folder / "changed"
 
 
-def a_quarter_away(
-    weights: dict[str, Tensor], _config: LlamaConfig, share: float = 0.25
-) -> dict[str, Tensor]:
+def a_quarter_away(weights, _config, share=0.25):
     """Move each matrix by a share of the way towards a random matrix of the same size."""
     random = torch.Generator().manual_seed(0)
     return {

@@ -114,9 +114,7 @@ class Keeper:
         adapters = {ADAPTER.lora_id: ADAPTER}
         self.events = HostEvents(cache, self.offloader, adapters, self.metrics)  # type: ignore[arg-type]
 
-    def store(
-        self, tokens: Sequence[int], names: EventTokens | None, model: ModelId = MODEL
-    ) -> None:
+    def store(self, tokens, names, model=MODEL):
         pages = page_hashes(tokens)
         slots = torch.zeros(0)
         self.offloader.storing = Offload(

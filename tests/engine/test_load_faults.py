@@ -119,9 +119,7 @@ class Rig:
         self.req = request()
         self.req.extend_end = NUM_TOKENS + 1
 
-    def loading(
-        self, num_landed: int | None = None, num_there: int = 0, num_head: int = 0
-    ) -> Request:
+    def loading(self, num_landed=None, num_there=0, num_head=0):
         """Return a request of which `num_landed` steps, or all, have landed. The device has
         `num_there` of its tokens, and it computes `num_head` after them."""
         staging = Staging(dict.fromkeys(PLAN.steps, NUM_TOKENS), Deadline.after(60))

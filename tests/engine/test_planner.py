@@ -14,7 +14,7 @@ from standins import made, request, request_of
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, O, R, S, match
 
 from cachetree.checkpoint.family import Codec
-from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.ids import LOCAL, Location, PageHash, Span
 from cachetree.planning import Costs, Link, PlanId, weigh
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
@@ -250,9 +250,7 @@ def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measur
     assert (would_save_s(planner) > 0) == is_covered
 
 
-def would_save_s(
-    planner: Any, num_there: int = 6, sender: ModelId = S, *, exactly: bool = False
-) -> float:
+def would_save_s(planner, num_there=6, sender=S, *, exactly=False):
     """Return the seconds saved if another adapter had so many of ten pages."""
     demand = planner.demand(planner.asked, Owner(R, None, None), 10, TREE)
     return planner.would_save_s(demand, num_there, sender, pool_of(""), exactly=exactly)

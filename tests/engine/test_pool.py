@@ -461,9 +461,7 @@ class Crowd:
     index: PoolIndex
 
 
-def follow(
-    leaders: Followers, req: Any, pages: list[PageHash], declined: Declined = NO_MATCH
-) -> Request | None:
+def follow(leaders, req, pages, declined=NO_MATCH):
     """Let a request that may read approximate KV follow a leader, if it has to wait."""
     request = Request(req)
     request.pages = pages

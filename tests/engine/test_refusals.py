@@ -65,9 +65,7 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
 OWNER = Owner(ModelId("m"), None, None)
 
 
-def inserted(
-    req: Req, *, is_stopped: bool = False, owner: Owner | None = OWNER
-) -> tuple[MagicMock, MagicMock]:
+def inserted(req, *, is_stopped=False, owner=OWNER):
     """Return the mocks of the offloader and the pool's index, after SGLang has inserted the
     request's whole pages into its tree."""
     models, pool, offloader = MagicMock(), MagicMock(), MagicMock(is_stopped=is_stopped)

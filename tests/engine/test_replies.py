@@ -48,9 +48,7 @@ class Request:
         return self._is_finished
 
 
-def request(
-    rid: str, *, is_finished: bool = True, n: int = 1, max_new_tokens: int = 8, **controls: str
-) -> Any:
+def request(rid, *, is_finished=True, n=1, max_new_tokens=8, **controls):
     custom = {"droidspeak": controls}
     params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=custom)
     return Request(rid, params, is_finished=is_finished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from math import log
 from time import monotonic
 from types import SimpleNamespace
@@ -159,12 +159,7 @@ class Sleepless(selectors.DefaultSelector):
         return super().select(timeout and 0.0)
 
 
-def served(
-    manager: Manager,
-    *objs: Any,
-    busy_s: float = 0.0,
-    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> list[list[Any]]:
+def served(manager, *objs, busy_s=0.0, loop=None):
     """Return the reply to each request, when no comparison waits any more. After the last reply,
     the server is busy for `busy_s`."""
 
@@ -189,12 +184,7 @@ def _one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadows, "_KEY", b"a server's")
 
 
-def guard(
-    rate: float = 1.0,
-    deadline_s: float = 10.0,
-    busy_share: float = 0.0,
-    clock: Callable[[], float] = monotonic,
-) -> Shadows:
+def guard(rate=1.0, deadline_s=10.0, busy_share=0.0, clock=monotonic):
     settings = {"shadow_rate": rate, "shadow_deadline_s": deadline_s, "guard_path": "guard.json"}
     return Shadows(Settings(**settings, shadow_busy_share=busy_share), clock)
 

@@ -113,9 +113,7 @@ def stalled(server: Server, seed: int, **controls: str) -> tuple[float, dict]:
     )
 
 
-def beside_decoding(
-    server: Server, tokens: list[int], controls: dict[str, str], **asked: str
-) -> tuple[float, dict]:
+def beside_decoding(server, tokens, controls, **asked):
     """Return the longest wait for a token, in ms, while another request is served."""
     with Decoding(server) as decoding:
         started_s = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -238,9 +238,7 @@ def approximate(team: Team, tokens: list[int]) -> Answer | None:
     return None
 
 
-def found_by(
-    team: Team, tokens: list[int], block: Span, outcomes: Sequence[str] = ("reused",)
-) -> Answer | None:
+def found_by(team, tokens, block, outcomes=("reused",)):
     reply = team.receive(READER, BASE, tokens, block)
     team.servers[READER].flush()
     return reply if reply.provenance["outcome"] in outcomes else None

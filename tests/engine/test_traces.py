@@ -48,9 +48,7 @@ class Stats:
             tracing_enable=False, trace_set_thread_attrs=self.marks.update
         )
 
-    def trace_slice(
-        self, stage: Any, start: float, stop: float, attributes: dict[str, Any]
-    ) -> None:
+    def trace_slice(self, stage, start, stop, attributes):
         self.slices.append((stage.stage_name, start, stop, attributes))
 
     def of(self, name: str) -> tuple[float, float, dict[str, Any]]:

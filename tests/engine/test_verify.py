@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
@@ -68,9 +68,7 @@ class Served(Client):
             self.host.setdefault(salt, []).extend([] if self.fault == "flush" else read)
         self.device.clear()
 
-    def replies(
-        self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
-    ) -> Iterator[dict[str, Any]]:
+    def replies(self, prompt, *, timeout_s=120.0, **asked):
         ids, salt = tuple(prompt), asked["cache_salt"]
         if self.fault == "dead" and self.device:
             raise requests.ConnectionError("gone")

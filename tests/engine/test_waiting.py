@@ -9,7 +9,6 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -345,9 +344,7 @@ def test_missing_kv_may_come_during_the_recompute(now, token_s, is_held):
     assert bool(look(waiting, req)) == is_held
 
 
-def held_for(
-    now: Now, came: Callable[[float], float], saving_s: float = MARGIN_S, times: float = 1.0
-) -> tuple[float, bool]:
+def held_for(now, came, saving_s=MARGIN_S, times=1.0):
     """Return how long a request is held, and whether it loads then. `came` gives the share of the
     fetch that has come, by seconds; `times` multiplies all times."""
     link = Link(byte_s=times * WAIT_S / 120, frame_bytes=1)

@@ -365,14 +365,7 @@ class WaitingMachine(RuleBasedStateMachine):
         for _ in range(NUM_NEXT + 2):
             self.come(kind)
 
-    def come(
-        self,
-        kind: str,
-        is_patient: bool = True,
-        is_skipped: bool = False,
-        was_told: bool = False,
-        rid: str = "",
-    ) -> None:
+    def come(self, kind, is_patient=True, is_skipped=False, was_told=False, rid=""):
         """Queue a request. One that was told that it is exact, and then retracted, stays exact."""
         self.num_rids += 1
         rid = rid or f"r{self.num_rids}"

@@ -53,9 +53,7 @@ class Fake:
         return 200, f"data: {json.dumps(reply)}\n\n"
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, labels: Mapping[str, Mapping[str, Any]], *more: str
-) -> None:
+def run(monkeypatch, labels, *more):
     ours, alone = Fake(labels), Fake({}, keeps=True)
     with answering(ours.answer) as url, answering(alone.answer) as sglang:
         words = ["--server", url, "--sglang", sglang, "--every", "0", "--prompts", "3"]

@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from cachetree.ids import Span
 from profiles.answerers import answerers
 from profiles.compute.journal import temporary_journal
 from profiles.compute.measuring import judging_steps, measure, sweep_steps
 from profiles.compute.models import Pair
 from profiles.compute.study import HELD_OUT, TRAIN, Bench
 from profiles.data.documents import Document
-from profiles.stats.measured import Candidate, Measured
 
 
 @contextmanager
@@ -24,18 +22,11 @@ def bench_of(pair: Pair, documents: Sequence[Document], host_gb: float = 2.0) ->
         yield Bench(sender=sender, receiver=receiver, journal=journal)
 
 
-def sweep(
-    bench: Bench, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
-) -> Measured:
+def sweep(bench, documents, blocks, *, pruned):
     steps = sweep_steps(documents, blocks, bench.num_layers, pruned=pruned)
     return measure(bench, TRAIN, documents, steps)
 
 
-def judge(
-    bench: Bench,
-    documents: Sequence[Document],
-    candidates: Sequence[Candidate],
-    split: str = HELD_OUT,
-) -> Measured:
+def judge(bench, documents, candidates, split=HELD_OUT):
     steps = judging_steps(documents, candidates, bench.num_layers)
     return measure(bench, split, documents, steps)

@@ -26,8 +26,6 @@ def rounding(dtype: torch.dtype, *, terms: int, steps: int = 1) -> float:
     return DEVIATIONS * math.sqrt(steps) * epsilon
 
 
-def assert_differ_by_rounding(
-    got: torch.Tensor, expected: torch.Tensor, *, terms: int, steps: int = 1
-) -> None:
+def assert_differ_by_rounding(got, expected, *, terms, steps=1):
     allowed = rounding(expected.dtype, terms=terms, steps=steps) * expected.abs().max()
     torch.testing.assert_close(got, expected, rtol=0, atol=float(allowed))

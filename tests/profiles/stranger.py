@@ -63,9 +63,7 @@ class Move:
         return Move((first_rows[..., None] + inner).flatten(), sign.flatten())
 
 
-def in_other_coordinates(
-    weights: dict[str, Tensor], config: LlamaConfig, seed: int
-) -> dict[str, Tensor]:
+def in_other_coordinates(weights, config, seed):
     """Return the weights of a Llama without biases that computes the same answers with other KV.
 
     Raise KeyError for a tensor that such a model does not have.

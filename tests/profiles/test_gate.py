@@ -308,9 +308,7 @@ TASK = TaskScores(
 )
 
 
-def point_of(
-    block: Span, bound: float, *, quality: float = 0.9, needed: int | None = None
-) -> FrontierPoint:
+def point_of(block, bound, *, quality=0.9, needed=None):
     """Return a plan that the gate has judged at one task."""
     return FrontierPoint(
         start=block.start,

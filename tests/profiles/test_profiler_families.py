@@ -254,9 +254,7 @@ def kl_of(receiver: PreTrainedModel, own, prefix, question: Question) -> float:
     return float((expected.exp() * (expected - got)).sum(-1).mean())
 
 
-def answer_logprobs(
-    receiver: PreTrainedModel, prefix, question: Question, answer: list[int]
-) -> torch.Tensor:
+def answer_logprobs(receiver, prefix, question, answer):
     """Return the log-probabilities `[answer tokens, vocabulary]` that predict each token of the
     answer."""
     ids = torch.tensor([[*question.suffix, *answer[:-1]]], device=receiver.device)
