@@ -103,7 +103,7 @@ def test_what_is_exact_or_an_experiment_has_no_head():
 
 
 def test_a_prompt_that_is_hardly_longer_than_its_head_is_too_short():
-    """The outcome is not `on_device`, because the device has no page of it."""
+    """The outcome is not `on_device`, because the device has no page of the prompt."""
     for min_pages, num_head, held, reason in (
         (2, 9, 0, Reason.TOO_SHORT),
         (2, 9, 5, Reason.ON_DEVICE),

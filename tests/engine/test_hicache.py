@@ -210,7 +210,7 @@ def test_what_is_wrong_is_a_miss(tmp_path, harm, counted, page):
 
 
 def test_who_reads_is_told_before_all_that_is_lost_with_it_is_forgotten(tmp_path, monkeypatch):
-    """The reader's queue may be long, and its time is not the backend's."""
+    """The notes of all lost pages may take long to go, and the fetch does not wait for that."""
     pages, may_forget = prompt(0), threading.Event()
     forget = RemoteEntries.drop_in_slices
 

@@ -124,7 +124,7 @@ def test_the_servers_own_requests_are_told_and_not_counted(labels, counts, num_a
     [("Starting", True, False), ("Up", True, True), ("Starting", False, True)],
 )
 def test_requests_of_sglangs_warm_up_are_not_counted(labels, counts, status, has_http, is_counted):
-    """SGLang marks them only by its status. Without HTTP the status never becomes Up."""
+    """SGLang marks the warm-up only by its own status. Without HTTP the status never becomes Up."""
     manager, sent = SimpleNamespace(server_status=ServerStatus[status]), object()
     alone = {"temperature": 0, "custom_params": {KEY: {"mode": "off"}}}
     for params in (alone, [{"temperature": 0}, alone.copy()], None, "x"):

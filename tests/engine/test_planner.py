@@ -239,11 +239,10 @@ def test_what_fits_into_the_staging_competes_with_what_is_there(num_there, locat
 
 
 @pytest.mark.parametrize(("measured_tokens", "is_covered"), [(160, True), (159, False)])
-def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measured(
+def test_first_pages_of_a_prompt_longer_than_measured_are_not_waited_for(
     measured_tokens, is_covered
 ):
-    """The prompt has 160 pages. If a request waited for the first 96 of them, it would read nothing
-    when they are there."""
+    """The prompt has 160 tokens. No plan is proven for this length, so the first 96 are no use."""
     planner, _ = planned(10)
     profile = msgspec.structs.replace(PROFILE, measured_tokens=measured_tokens)
     planner.put_in_service(profile)

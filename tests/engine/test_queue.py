@@ -193,8 +193,7 @@ def test_which_held_requests_a_step_could_have_taken(
 
 
 def test_a_retracted_request_waits_again_beside_another_and_is_told_once():
-    """The first answer was still being made at the second reading, as in SGLang's overlap
-    schedule."""
+    """The second reading comes before the first answer is made, as in SGLang's overlap schedule."""
     outcomes: Counter[str] = Counter()
     metrics = SimpleNamespace(
         count_outcome=lambda it, **_: outcomes.update([it]), count_saving=lambda *_: None
@@ -232,7 +231,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once():
 
 
 def test_what_the_pool_has_no_more_takes_no_slots():
-    """SGLang may evict such pages while the request waits, until their slots are given to it."""
+    """SGLang may evict the pages while the request waits, until the request gets their slots."""
     in_pool = replace(PLAN, location=Location("pool:another"))
     locks = iter([None, PoolPages(torch.arange(4 * PAGE))])
     pool = Asked()

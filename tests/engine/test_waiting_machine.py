@@ -366,7 +366,8 @@ class WaitingMachine(RuleBasedStateMachine):
             self.come(kind)
 
     def come(self, kind, is_patient=True, is_skipped=False, was_told=False, rid=""):
-        """Queue a request. One that was told that it is exact, and then retracted, stays exact."""
+        """Queue a request. A request that was told that it is exact, and then retracted, stays
+        exact."""
         self.num_rids += 1
         rid = rid or f"r{self.num_rids}"
         fields = {"kind": kind, "saving_s": math.inf if is_patient else SAVING_S}
@@ -381,7 +382,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(at=places, kind=st.sampled_from(KINDS), comes_again=st.booleans())
     @event
     def leave(self, at: int, kind: str, comes_again: bool) -> None:
-        """Abort a request. Another one may come with its name."""
+        """Abort a request. Another request may come with the same name."""
         req = self.remove(self.queue[at % len(self.queue)])
         if comes_again:
             self.come(kind, rid=req.rid)
