@@ -13,7 +13,6 @@ import pytest
 import torch
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.utils import get_lm_head_pruned_lens
-from virtual_cuda import VirtualCuda
 
 from sglang_droidspeak.adapters.activated import ActivatedAdapters, last_of
 from sglang_droidspeak.engine import prefixes
@@ -21,12 +20,6 @@ from sglang_droidspeak.engine.asking import ANSWERED, unsent
 from sglang_droidspeak.engine.names import ForwardMode, Req
 
 RID, INVOKED_AT, NUM_TOKENS = "a request", 20, 32
-
-
-@pytest.fixture
-def cuda() -> Iterator[VirtualCuda]:
-    with VirtualCuda() as device:
-        yield device
 
 
 def request(lora_id: str = "judge") -> Req:

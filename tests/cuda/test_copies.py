@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
@@ -43,12 +41,6 @@ class Source:
 class Breaks(Source):
     def copy(self, *_args: object) -> int:
         raise torch.OutOfMemoryError("a test")
-
-
-@pytest.fixture
-def cuda() -> Iterator[VirtualCuda]:
-    with VirtualCuda() as device:
-        yield device
 
 
 def copied(cuda: VirtualCuda, *sources: Source) -> Loader:

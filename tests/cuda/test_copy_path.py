@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +28,6 @@ from sglang_droidspeak.store.rows import (
 HEADS, DIM, LAYERS, SLOTS = 2, 64, 3, 32
 TOKEN_BYTES = 2 * HEADS * DIM * 2
 STORED = torch.arange(12 * 2 * HEADS * DIM).bfloat16().view(12, 2, HEADS, DIM)
-
-
-@pytest.fixture
-def cuda() -> Iterator[VirtualCuda]:
-    with VirtualCuda() as device:
-        yield device
 
 
 def a_pool(dim: int = DIM, codec: Codec = Codec.NONE) -> tuple[Any, ServerPool]:

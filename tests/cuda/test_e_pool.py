@@ -15,12 +15,6 @@ from sglang_droidspeak.store.e_pool import EPool
 HIDDEN, SLOTS = 64, 64
 
 
-@pytest.fixture
-def cuda():
-    with VirtualCuda() as device:
-        yield device
-
-
 class Stack:
     """A stack of layers that passes E to callbacks."""
 

@@ -13,12 +13,6 @@ from virtual_cuda import NotCapturable, VirtualCuda
 WIDTH = 64
 
 
-@pytest.fixture
-def cuda():
-    with VirtualCuda() as device:
-        yield device
-
-
 def slots(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, device="cuda")
 

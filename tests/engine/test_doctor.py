@@ -21,7 +21,7 @@ from checkpoint_parts import write
 from fault_proxy import Deed, FaultProxy, Towards, Via
 from msgspec import structs
 from safetensors.torch import load_file, save_file
-from test_peers import FAMILY, info, serving  # noqa: F401
+from test_peers import FAMILY, served_info, serving  # noqa: F401
 from test_planner import PAGE, planned
 from test_policy import FAILED, FAR, MEASURED, PROFILES, links
 
@@ -283,13 +283,13 @@ def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any
     return output.internal_state
 
 
-def say(info: SimpleNamespace, *args: Any, **response: Any) -> None:  # noqa: F811
+def say(info: SimpleNamespace, *args: Any, **response: Any) -> None:
     """Answer as a server with an empty cache does."""
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state = state(cache, *args, **response)
 
 
-def test_a_running_server(info, capsys):  # noqa: F811
+def test_a_running_server(info, capsys):
     address = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state = state(cache)
@@ -307,7 +307,7 @@ def test_a_running_server(info, capsys):  # noqa: F811
     assert code == 0, out
 
 
-def test_firewall_before_the_data_port_is_one_line(info):  # noqa: F811
+def test_firewall_before_the_data_port_is_one_line(info):
     """The handshake passes, but everything that is sent to the data port is lost."""
     address, over = Location(f"tcp://127.0.0.1:{free_port()}"), threading.Event()
     with ExitStack() as stack:
@@ -355,12 +355,7 @@ def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch):
         ({"peers": [NEAR | LOST]}, f"peer {FAR}", "connecting: worker closed"),
     ],
 )
-def test_a_running_server_that_is_not_well(
-    info,  # noqa: F811
-    change,
-    name,
-    words,
-):
+def test_a_running_server_that_is_not_well(info, change, name, words):
     say(info)
     info.internal_state[KEY] |= change
     results = by_name(checks.running(info.url, None))
@@ -369,12 +364,7 @@ def test_a_running_server_that_is_not_well(
 
 
 @pytest.mark.parametrize(("ahead_s", "is_well"), [(-60, False), (0, True), (60, False)])
-def test_a_clock_that_is_wrong(
-    info,  # noqa: F811
-    monkeypatch,
-    ahead_s,
-    is_well,
-):
+def test_a_clock_that_is_wrong(info, monkeypatch, ahead_s, is_well):
     say(info)
     real_s = asking.time.time
     monkeypatch.setattr(asking, "time", SimpleNamespace(time=lambda: real_s() - ahead_s))
@@ -383,10 +373,7 @@ def test_a_clock_that_is_wrong(
     assert is_well or results.found[0] == ("+" if ahead_s > 0 else "-")
 
 
-def test_clock_that_is_off_by_less_than_a_second_is_well(
-    info,  # noqa: F811
-    monkeypatch,
-):
+def test_clock_that_is_off_by_less_than_a_second_is_well(info, monkeypatch):
     say(info)
     monkeypatch.setattr(checks, "state_of", lambda *_: (info.internal_state, -0.4))
     assert by_name(checks.running(info.url, None))["clock"].found == "well"
@@ -398,7 +385,7 @@ def test_break_even_of_a_slow_link_is_not_zero():
     assert link.found.startswith("break-even 2e-06 GB/s for 16 tokens")
 
 
-def test_a_profile_that_failed_and_keys_that_are_missing(info):  # noqa: F811
+def test_a_profile_that_failed_and_keys_that_are_missing(info):
     say(info, index_profiles([FAILED]))
     extra = {"listen": "tcp://0.0.0.0:1", "insecure": True}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
@@ -418,7 +405,7 @@ def test_a_profile_that_failed_and_keys_that_are_missing(info):  # noqa: F811
     assert not nobody.ok
 
 
-def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info):  # noqa: F811
+def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info):
     say(info)
     extra = {"config": "/there/droidspeak.yaml"}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
@@ -428,7 +415,7 @@ def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info):  # noqa
     assert wrong.remedy and {"clock", "memory, disk"} <= results.keys()
 
 
-def test_no_pair_is_usable_while_the_weights_are_unknown(info):  # noqa: F811
+def test_no_pair_is_usable_while_the_weights_are_unknown(info):
     say(info, off="weights_updated")
     wrong = {name: it for name, it in by_name(checks.running(info.url, None)).items() if not it.ok}
     assert [*wrong] == ["server"], "once, however many profiles there are"

@@ -49,8 +49,8 @@ def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(caplog, mon
     assert any("page_size is 2 there and 1 here" in line for line in lines)
 
 
-@pytest.fixture
-def info() -> Iterator[SimpleNamespace]:
+@pytest.fixture(name="info")
+def served_info() -> Iterator[SimpleNamespace]:
     """Run a stand-in for SGLang's server, with an internal state that `/server_info` returns."""
     state = SimpleNamespace(internal_state={})
 
