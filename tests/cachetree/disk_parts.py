@@ -23,33 +23,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from profile_parts import HALF, family
+from tree_parts import path as path_of
+
 from cachetree.checkpoint import Family
 from cachetree.disk import DiskFile, DiskStore, entry_file
 from cachetree.errors import StaleEntry
-from cachetree.ids import KV, Kind, ModelId, PageHash, Part, Span, Step, steps_of
+from cachetree.ids import KV, Kind, ModelId, Part, Span, Step, steps_of
 from cachetree.tree import CacheTree, Change
 
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=3,
-    hidden_size=8,
-    num_kv_heads=1,
-    head_dim=4,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="float16",
-    kv_dtype="float16",
-    page_size=1,
-)
+FAMILY = family(num_layers=3, num_kv_heads=1, head_dim=4, page_size=1, **HALF)
 A, B = ModelId("a"), ModelId("b")
 BUDGET = 1 << 20
-
-
-def path_of(text: str) -> list[PageHash]:
-    """Return one page hash per character. Each hash covers the characters before it."""
-    return [
-        PageHash(hashlib.sha256(text[: i + 1].encode()).digest()[:16]) for i in range(len(text))
-    ]
 
 
 def page_bytes(step: Step, family: Family = FAMILY) -> int:

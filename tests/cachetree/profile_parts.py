@@ -7,6 +7,9 @@ from typing import Any
 from cachetree.checkpoint.family import Family, ModelIdentity
 from cachetree.planning.profile import PROFILE_VERSION, PairProfile
 
+HALF = {"model_dtype": "float16", "kv_dtype": "float16"}
+"""Types of a family in half precision."""
+
 
 def identity(weights: str, num_layers: int = 10) -> ModelIdentity:
     return ModelIdentity(

@@ -39,13 +39,13 @@ import numpy as np
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "engine")]
 
 from processes import Resident, num_descriptors, num_threads, resident
+from profile_parts import HALF, family
 from transport_parts import ask_status, content_of, pages_of
 
 from cachetree import (
     Cache,
     CacheConfig,
     Deadline,
-    Family,
     FetchError,
     Kind,
     ModelId,
@@ -58,18 +58,7 @@ from cachetree import (
 from cachetree.memory.staging import Staging
 from sglang_droidspeak.fleet.servers import WorkerSpec, free_port, running
 
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=8,
-    hidden_size=512,
-    num_kv_heads=4,
-    head_dim=64,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="float16",
-    kv_dtype="float16",
-    page_size=16,
-)
+FAMILY = family(num_layers=8, hidden_size=512, num_kv_heads=4, head_dim=64, **HALF)
 E_LAYER = 2
 MODEL = ModelId("sender")
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes

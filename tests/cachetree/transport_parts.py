@@ -19,6 +19,7 @@ from subprocess import PIPE, Popen
 import msgspec
 import numpy as np
 import zmq
+from profile_parts import HALF, family
 
 from cachetree import (
     CacheTree,
@@ -46,18 +47,7 @@ from cachetree.transport.channel import Channel
 from cachetree.transport.data_port import DataPort
 from cachetree.transport.frames import Frame, Unsealed
 
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=4,
-    hidden_size=64,
-    num_kv_heads=1,
-    head_dim=32,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="float16",
-    kv_dtype="float16",
-    page_size=16,
-)
+FAMILY = family(hidden_size=64, num_kv_heads=1, head_dim=32, **HALF)
 MODEL = ModelId("sender")
 PAGE_BYTES = FAMILY.kv_page_bytes
 E_LAYER = 2

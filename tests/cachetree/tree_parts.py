@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 
-from cachetree.checkpoint.family import Family
+from profile_parts import HALF, family
+
 from cachetree.clock import Deadline
 from cachetree.ids import KV as KV_PART
 from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Part, Step, steps_of
@@ -13,18 +14,7 @@ from cachetree.memory import scatter
 from cachetree.tree.holds import Lease
 from cachetree.tree.tree import CacheTree
 
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=3,
-    hidden_size=4,
-    num_kv_heads=1,
-    head_dim=2,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="float16",
-    kv_dtype="float16",
-    page_size=1,
-)
+FAMILY = family(num_layers=3, hidden_size=4, num_kv_heads=1, page_size=1, **HALF)
 KV, E = FAMILY.kv_page_bytes, FAMILY.e_page_bytes
 PAGE = 3 * KV
 """Bytes of one page without E."""

@@ -275,14 +275,8 @@ def test_anchors_have_a_place(tmp_path):
 
 def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
     path = written(tmp_path, {"family": FAMILY})
-    expected = Family(
-        **read_model_identity(MODEL).shape,
-        model_dtype="bfloat16",
-        kv_dtype="bfloat16",
-        page_size=32,
-        tp_size=1,
-        tp_rank=0,
-    )
+    types = {"model_dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    expected = Family(**read_model_identity(MODEL).shape, **types, page_size=32)
     assert read_config(path).family == expected
     path = written(tmp_path, {"family": {**FAMILY, "model_dtype": "float16"}})
     assert read_config(path).family == msgspec.structs.replace(expected, model_dtype="float16")
