@@ -25,8 +25,8 @@ OK: Final = "ok"
 
 
 class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the fetches from one location since it was added. A fetch counts when its reader
-    releases it."""
+    """Counts of the fetches from one location since this location was added. A fetch counts when
+    its reader releases it."""
 
     location: Location
     num_bytes: int
@@ -58,7 +58,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     disk: DiskStatus | None
     """State of the disk; None without a disk."""
     tiers: Mapping[Location, msgspec.Struct]
-    """State of each tier, with the disk."""
+    """State of each tier. The disk is one of them."""
     paused_tiers: Mapping[Location, bool]
     """Whether each tier is paused: it fails or hangs, and is not read for now."""
 

@@ -74,7 +74,7 @@ class Tier(Protocol):
 
     @property
     def num_readers(self) -> int:
-        """Number of fetches that the tier reads at once. Others wait for their turn."""
+        """Number of fetches that the tier reads at once. Further fetches wait for their turn."""
 
     @property
     def is_paused(self) -> bool:

@@ -39,8 +39,8 @@ bytes are no longer in memory; the written file is then removed.
 MAX_FILE_BYTES: Final = 64 << 20
 """Largest number of bytes of a file. Larger entries are cut into several files."""
 _PIECE_BYTES: Final = 256 << 10
-"""Number of bytes that are written or read, and checked, at a time. They fit a core's second-level
-cache."""
+"""Number of bytes that are read or written, and checked, in one piece. A piece fits a core's
+second-level cache."""
 
 _MAGIC: Final = b"ctree-e%d" % FORMAT
 _PREFIX: Final = struct.Struct("<8sQQ")

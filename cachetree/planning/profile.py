@@ -101,8 +101,8 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     Below it their KV is bit-identical. 0 promises nothing."""
 
     measured_tokens: int | None = None
-    """Longest prompts for which servers use the profile: their length in tokens, in whole pages. At
-    least 20 held-out contexts reach this length, or all contexts if there are fewer. The loss of
+    """Length in tokens, in whole pages, of the longest prompts for which servers use the profile.
+    At least 20 held-out contexts reach this length, or all contexts if there are fewer. The loss of
     reuse grows with the length. None if a profile does not say."""
 
     controls: str = ""

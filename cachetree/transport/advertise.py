@@ -138,7 +138,7 @@ class Advertiser:
         answered that message."""
         self._names = tree.names
         self._named: set[str] = set()
-        """Models of which the peer was sent a name."""
+        """Models with names that were sent to the peer."""
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:

@@ -94,8 +94,8 @@ class Breaker:
             self._cooldowns.reset()
 
     def released(self) -> None:
-        """Note the end of a fetch that says nothing about the worker. Another fetch may then be the
-        probe."""
+        """Note that a fetch has ended and says nothing about the worker. Another fetch may then be
+        the probe."""
         self._is_probing = False
 
     def _open(self, now_s: float) -> None:

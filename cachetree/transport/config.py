@@ -109,7 +109,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     not wait for the whole deadline. A look-up of the worker's name may take longer."""
     breaker_errors: int = 3
     """Number of errors within `breaker_window_s` after which nothing is read from the worker for
-    `cooldown_s`. Its entries are forgotten. Afterwards one fetch tries the worker again."""
+    `cooldown_s`, and its entries are forgotten. Afterwards one fetch tries the worker again."""
     breaker_window_s: float = 10.0
     cooldown_s: float = 30.0
     """Seconds without a fetch from a worker with too many errors. If the fetch after the pause

@@ -39,7 +39,7 @@ def answer_of(
 ) -> wire.ToPeer:
     """Send a question to the worker at `to`, and return its answer. Blocks only in calls of `wait`.
 
-    If the worker does not listen yet, wait for it with `until_up`, else raise FetchError. Raises
+    With `until_up`, wait for a worker that does not listen yet; without, raise FetchError. Raises
     DeadlineExceeded, ProtocolError, AuthenticationError, and the errors of `wait`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

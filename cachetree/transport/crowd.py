@@ -16,7 +16,7 @@ from typing import Any, Final
 log = logging.getLogger(__name__)
 
 _LEAST_DESCRIPTORS: Final = 4096
-"""File descriptors that a worker's process needs. Strangers can take 1,800 of them: 1,000
+"""Number of file descriptors that a worker's process needs. Strangers can take 1,800: 1,000
 connections that libzmq has not reported yet, 512 that it has, and 256 on the data port."""
 _WANTED_DESCRIPTORS: Final = 65_536
 

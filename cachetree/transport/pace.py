@@ -60,7 +60,7 @@ class Bandwidth:
     MIN_SAMPLE_BYTES = 256 << 10
     _NUM_KEPT = 16
     _CHANGED = 1.5
-    """Factor between measured and predicted time, either way, that shows a change of the link."""
+    """If measured and predicted time differ by more than this factor, the link has changed."""
     _SHORT_S = 0.01
     """Largest number of seconds that the bytes of a short fetch take. The rest of a short fetch's
     time measures the fixed time. In longer fetches the rest is noise."""

@@ -172,7 +172,7 @@ class PendingFetches:
             self._ask(self._broken.pop(0))
 
     def interrupt(self, error: FetchError) -> None:
-        """Interrupt all fetches, because the connection has ended, and all requests with it."""
+        """Interrupt all fetches and their requests, because the connection has ended."""
         for receiver in tuple(self._asked.values()):
             self._suspend(receiver, error)
 

@@ -83,8 +83,8 @@ class Keeper:
         return key in self._given_up
 
     def claim(self, key: _Key) -> bool:
-        """Claim the pages from this one on for the caller. Return False if another thread fetches
-        them."""
+        """Claim this page and all pages after it for the caller. Return False if another thread
+        fetches them."""
         with self._lock:
             is_free = key not in self._claimed
             self._claimed.add(key)

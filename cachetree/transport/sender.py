@@ -26,7 +26,7 @@ would cost more."""
 LOCATED_BYTES: Final = 4 << 20
 """Largest number of bytes in one `Located` message."""
 _REMEMBERED_BYTES: Final = 128 << 10
-"""Bytes of a slab for which it may remember one checksum. A checksum takes about 250 bytes."""
+"""A slab may remember one checksum, of about 250 bytes, for each so many of its bytes."""
 _LEAST_REMEMBERED: Final = 256
 
 
@@ -62,8 +62,8 @@ def payloads_of(
 def _payloads(
     runs: Sequence[Sequence[tuple[Slab, memoryview]]], most_bytes: int, first_byte: int
 ) -> Iterator[Payload]:
-    """Yield payloads from `first_byte` of all runs on. A payload has at most `most_bytes`, all of
-    one step. `runs` has a list of runs for each step."""
+    """Yield payloads, from byte `first_byte` of all runs on. A payload has at most `most_bytes`,
+    all of one step. `runs` has a list of runs for each step."""
     offset = skipped = first_byte
     most_joined = min(most_bytes, _JOIN_BYTES)
     for of_step in runs:

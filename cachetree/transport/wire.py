@@ -157,14 +157,13 @@ class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """End of a fetch by the peer: it ignores further frames, and no longer reads the worker's
-    memory."""
+    """The peer ends a fetch: it ignores further frames, and no longer reads the worker's memory."""
 
     id: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """End of a fetch by the worker, which sends nothing more for it."""
+    """The worker ends a fetch, and sends nothing more for it."""
 
     id: int
     error: str

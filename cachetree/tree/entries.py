@@ -54,8 +54,8 @@ class Hold:
     """Protection of local entries from eviction. Each lease, reservation and pin is a hold.
 
     `stop` is the number of pages from the root to the end of the held pages. If a held node is
-    split there, its second part is no longer held. Pages above the held pages stay as well, because
-    eviction begins with the leaves.
+    split at `stop`, its second part is no longer held. Pages above the held pages stay as well,
+    because eviction begins with the leaves.
     """
 
     __slots__ = ("entries", "stop", "until_s")

@@ -136,8 +136,8 @@ class RemoteEntries:
     def drop_in_slices(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> None:
-        """Drop like `drop`, but let other threads have the lock in between. This is slower; use it
-        if many pages follow `pages`."""
+        """Drop as `drop` does, but let other threads have the lock in between. This is slower; use
+        it if many pages follow `pages`."""
         run_in_slices(self._lock, self._dropping((location, model, part), pages))
         # Then drop these pages, and pages after them that were added meanwhile.
         self.drop(location, model, pages, part)
