@@ -73,6 +73,14 @@ def evicted(cache: Cache) -> tuple[int, int]:
     return freed.get(timeout=5)
 
 
+def until_left_alone(cache: Cache, clock: SkewedClock) -> None:
+    def is_left_alone() -> bool:
+        clock.skew_s += STALL_S
+        return num_at(cache, prompt(2)) == 0
+
+    eventually(is_left_alone)
+
+
 def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path):
     with with_disk(tmp_path) as (cache, clock):
         store_and_wait(cache, prompt(3))
@@ -81,12 +89,7 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path):
             hung = [cache.fetch(WHOLE, prompt(it), Deadline.after(60)) for it in range(2)]
             eventually(lambda: not cache._disk._reads.num_waiting)
             assert num_at(cache, prompt(2)) == 8, "left alone at once"
-
-            def is_left_alone() -> bool:
-                clock.skew_s += STALL_S
-                return num_at(cache, prompt(2)) == 0
-
-            eventually(is_left_alone)
+            until_left_alone(cache, clock)
             with pytest.raises(FetchError, match="does not answer"):
                 fetch(cache, DISK, prompt(2), Span(0, 8))
             promoted: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -115,12 +118,7 @@ def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path):
             cache._disk.promote(
                 MODEL, prompt(0)[-1], PARTS, Deadline.after(60), lambda: True, promoted.put
             )
-
-            def is_left_alone() -> bool:
-                clock.skew_s += STALL_S
-                return num_at(cache, prompt(2)) == 0
-
-            eventually(is_left_alone)
+            until_left_alone(cache, clock)
         promoted.get(timeout=5)
         assert num_at(cache, prompt(2)) == 8
 
@@ -137,12 +135,7 @@ def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(tmp_path, 
             cache._disk.evict(None, (), lambda *num_bytes: freed.put(num_bytes))
             assert begun.wait(20)
             store(cache.tree, prompt(3))
-
-            def is_left_alone() -> bool:
-                clock.skew_s += STALL_S
-                return num_at(cache, prompt(2)) == 0
-
-            eventually(is_left_alone)
+            until_left_alone(cache, clock)
             assert evicted(cache) == (PROMPT_BYTES, 0)
             may_return.put(None)
             assert freed.get(timeout=5) == (0, 0)

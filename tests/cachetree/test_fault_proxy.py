@@ -102,6 +102,17 @@ def receiver(location: Location) -> Cache:
     return Cache(FAMILY, config)
 
 
+@contextlib.contextmanager
+def proxied(source):
+    with (
+        worker_of(source) as worker,
+        FaultProxy(worker.address, seed=0) as proxy,
+        receiver(proxy.address) as cache,
+    ):
+        assert cache.wait_ready(20)
+        yield worker, proxy, cache
+
+
 @dataclass(frozen=True)
 class Outcome:
     has_struck: bool
@@ -136,12 +147,7 @@ def frames() -> list[tuple[Towards, int, Via]]:
 
 
 def frames_of(source: CacheTree) -> list[tuple[Towards, int, Via]]:
-    with (
-        worker_of(source) as worker,
-        FaultProxy(worker.address, seed=0) as proxy,
-        receiver(proxy.address) as cache,
-    ):
-        assert cache.wait_ready(20)
+    with proxied(source) as (_, proxy, cache):
         assert fetch(cache, proxy.address) is None
         return [
             (towards, index, via)
@@ -214,12 +220,7 @@ def test_many_bits_of_every_frame(fault, frames, nothing_stays):
 
 
 def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays):
-    with (
-        worker_of(new_tree(PAGES)) as worker,
-        FaultProxy(worker.address, seed=0) as proxy,
-        receiver(proxy.address) as cache,
-    ):
-        assert cache.wait_ready(20)
+    with proxied(new_tree(PAGES)) as (worker, proxy, cache):
         assert fetch(cache, proxy.address) is None  # Now both of its connections are there.
         before = held()
         for num_cuts in range(1, 21):
@@ -231,12 +232,7 @@ def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays
 
 
 def test_a_deed_is_done_before_its_frame_goes_on():
-    with (
-        worker_of(new_tree(PAGES)) as worker,
-        FaultProxy(worker.address, seed=0) as proxy,
-        receiver(proxy.address) as cache,
-    ):
-        assert cache.wait_ready(20)
+    with proxied(new_tree(PAGES)) as (_, proxy, cache):
         landed = []
 
         def cut() -> None:

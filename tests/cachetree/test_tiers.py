@@ -80,13 +80,17 @@ class ShelfTier:
         self.num_closed += 1
 
 
-def test_a_tier_may_note_its_speed_in_several_threads():
-    made: list[ShelfTier] = []
-    most_at_once = num_at_once = 0
+class Shelves(list[ShelfTier]):
+    """Makes tiers, and keeps them."""
 
-    def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
-        made.append(ShelfTier(tree, note_speed))
-        return made[0]
+    def __call__(self, tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
+        self.append(ShelfTier(tree, note_speed))
+        return self[-1]
+
+
+def test_a_tier_may_note_its_speed_in_several_threads():
+    made = Shelves()
+    most_at_once = num_at_once = 0
 
     def clock() -> float:
         """A clock that is read in the middle of a sample."""
@@ -97,7 +101,7 @@ def test_a_tier_may_note_its_speed_in_several_threads():
         num_at_once -= 1
         return time.monotonic()
 
-    with Cache(FAMILY, CacheConfig(serves=False), tiers=[make], clock=clock):
+    with Cache(FAMILY, CacheConfig(serves=False), tiers=[made], clock=clock):
         args = 64 << 20, 0.5, None
         threads = [threading.Thread(target=made[0].note_speed, args=args) for _ in range(8)]
         for thread in threads:
@@ -108,14 +112,9 @@ def test_a_tier_may_note_its_speed_in_several_threads():
 
 
 def test_a_tier_is_searched_matched_fetched_from_and_closed():
-    made: list[ShelfTier] = []
-
-    def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
-        made.append(ShelfTier(tree, note_speed))
-        return made[0]
-
+    made = Shelves()
     pages = pages_of(6)
-    with Cache(FAMILY, CacheConfig(serves=False), tiers=[make]) as cache:
+    with Cache(FAMILY, CacheConfig(serves=False), tiers=[made]) as cache:
         (tier,) = made
         (search,) = cache.search(pages)
         assert not search.is_over
@@ -189,17 +188,13 @@ def test_a_search_ends_at_its_deadline():
 
 
 def test_a_tier_that_cannot_work_stops_the_start_and_closes_the_others():
-    made: list[ShelfTier] = []
-
-    def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
-        made.append(ShelfTier(tree, note_speed))
-        return made[0]
+    made = Shelves()
 
     def refuse(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
         raise ConfigError("shelf is full; buy another")
 
     with pytest.raises(ConfigError, match="shelf is full"):
-        Cache(FAMILY, CacheConfig(serves=False), tiers=[make, refuse])
+        Cache(FAMILY, CacheConfig(serves=False), tiers=[made, refuse])
     assert made[0].num_closed == 1
 
 

@@ -267,6 +267,14 @@ def test_settings_are_checked():
         msgspec.json.decode(b'{"fram_bytes": 1}', type=PeerConfig)
 
 
+def burst_of(cap: Cap) -> int:
+    num = 0
+    while not cap.delay_s():
+        cap.spend(200_000)
+        num += 1
+    return num
+
+
 def test_a_cap_holds_and_unused_time_is_not_saved():
     clock = FakeTime()
     cap = Cap(20e6, clock)
@@ -281,11 +289,7 @@ def test_a_cap_holds_and_unused_time_is_not_saved():
 
     clock.now_s += 60
     cap.idle()
-    burst = 0
-    while not cap.delay_s():
-        cap.spend(200_000)
-        burst += 1
-    assert burst == 1
+    assert burst_of(cap) == 1
 
 
 def test_a_busy_link_catches_up_a_little():
@@ -294,11 +298,7 @@ def test_a_busy_link_catches_up_a_little():
     cap = Cap(20e6, clock)
     cap.spend(200_000)
     clock.now_s += 1.0  # The thread was not scheduled.
-    burst = 0
-    while not cap.delay_s():
-        cap.spend(200_000)
-        burst += 1
-    assert burst == 5  # 50 ms
+    assert burst_of(cap) == 5  # 50 ms
 
 
 def test_one_stalled_fetch_says_nothing_of_the_link_and_two_do():

@@ -242,21 +242,6 @@ def notes_of(cache: Cache) -> list[tuple[int, type]]:
     return noted
 
 
-def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same():
-    shelf = Hanging()
-    with cache_over(shelf) as cache:
-        store_and_wait(cache, prompt(0))
-        noted = notes_of(cache)
-        shelf.hangs_at = "read"
-        staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
-        assert staging is not None
-        eventually(lambda: ("read", 4) in shelf.calls)
-        staging.release()
-        shelf.may_go_on.set()
-        eventually(lambda: noted)
-    assert noted == [(4 * FAMILY.e_page_bytes, Cancelled)]
-
-
 @pytest.mark.parametrize("num_left", [0, 3])
 def test_what_is_missing_has_not_been_read(num_left):
     shelf = Shelf()
@@ -270,10 +255,12 @@ def test_what_is_missing_has_not_been_read(num_left):
     assert noted == [(num_left * FAMILY.e_page_bytes, StaleEntry)]
 
 
-def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back():
+def test_a_fetch_that_was_given_up_says_how_much_came_and_writes_nothing():
+    """Its memory was given back, and may belong to another fetch."""
     shelf = Hanging()
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
+        noted = notes_of(cache)
         shelf.hangs_at = "read"
         staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
         assert staging is not None
@@ -285,6 +272,7 @@ def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back():
         shelf.hangs_at = ""
         shelf.may_go_on.set()
         fetch(cache, prompt(0), Span(0, 8))
+        assert noted[0] == (4 * FAMILY.e_page_bytes, Cancelled)
         assert staging.num_landed_bytes == waiting.num_landed_bytes == 0
         num_reads = [call for call, _ in shelf.calls].count("read")
         assert num_reads == 1 + 8, "one for the first, none for the second, eight for the last"
