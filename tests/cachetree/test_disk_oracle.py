@@ -56,8 +56,10 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
         if action < 0.5:
             model, text, start, e_layers = draw()
             texts.append((model, text))
-            is_written = write(store, model, text, start, e_layers)
-            assert is_written or is_evicting
+            is_new = e_layers or oracle.most(model, text) < len(text)
+            old_bytes = files_bytes(tmp_path)
+            assert write(store, model, text, start, e_layers) or is_evicting
+            assert is_new or is_evicting or files_bytes(tmp_path) == old_bytes, "written twice"
             oracle.pages[model].update(path_of(text))
             for part in map(Part, e_layers):
                 assert num_right(store, model, text, part) == len(text) or is_evicting
@@ -68,7 +70,10 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
             oracle.pages[model] -= gone
         elif action < 0.65:
             store.close()
+            before = store.status()
             store = open_store(tmp_path, num_bytes=num_bytes)
+            after = store.status()
+            assert (after.num_entries, after.num_pages) == (before.num_entries, before.num_pages)
         else:
             most = oracle.most(model, text)
             num = num_right(store, model, text)
