@@ -57,14 +57,11 @@ _NOTICE_S: Final = 0.001
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_MODELS: Final = 256
-"""Largest number of models with passes of their own. Beyond it, the model that came first is
-dropped."""
+"""Largest number of models with passes of their own. The oldest model is dropped first."""
 _MAX_OPEN: Final = 64
-"""Largest number of passes on the device that may wait until their time is read. The oldest are
-dropped."""
+"""Largest number of passes that wait until their time is read. The oldest is dropped first."""
 _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
-"""First and last CUDA event of a pass on the device, and the function that gets the pass's
-seconds."""
+"""First and last CUDA event of a pass, and the function that gets the pass's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +122,7 @@ class Fit:
         self._cost: PrefillCost | None = None
 
     def add(self, tokens: Iterable[Span], seconds: float) -> _Pass:
-        """Add one pass over these tokens of one or more prompts. `seconds` is the mean time of one
-        layer."""
+        """Add one pass over these tokens of one or more prompts. `seconds` is per layer."""
         new = _Pass.over(tokens, seconds)
         if self._cost is not None:
             self._margin.add(new.of(self._cost), 1.0)
@@ -136,8 +132,8 @@ class Fit:
 
     @property
     def cost(self) -> PrefillCost | None:
-        """Cost in seconds per layer. None before the first pass. Fitted again when an eighth of the
-        passes is new."""
+        """Return the cost in seconds per layer. None before the first pass. The fit is made again
+        once an eighth of the passes is new."""
         if self._num and (self._num - self._num_fitted) * 8 >= min(self._num, 8 * _PER_LENGTH):
             self._cost, self._num_fitted = self._fit(), self._num
         return self._cost
@@ -232,8 +228,7 @@ class Meter:
         """Passes on the device with times that are not yet read, the oldest first."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
         self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
-        """Latest fetches: the time at which the scheduler noticed each one's end, and the delay in
-        seconds."""
+        """Latest fetches: the time at which their end was noticed, and the delay in seconds."""
 
     @property
     def prefill(self) -> PrefillCost | None:
@@ -327,8 +322,7 @@ class Meter:
     def block(
         self, tokens: Sequence[Span], num_layers: float
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure the time of the `with` block as a recompute of `num_layers` layers over
-        `tokens`."""
+        """Measure the time of the `with` block as a recompute of layers over `tokens`."""
         return self._measure(self._blocks.add, tokens, num_layers)
 
     @contextlib.contextmanager

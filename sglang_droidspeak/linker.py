@@ -294,8 +294,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     # Life.
 
     def reset(self) -> None:
-        """Forget everything about KV slots, because SGLang flushes its tree. Waits until no copy
-        runs."""
+        """Forget all KV slots, because SGLang flushes its tree. Waits until no copy runs."""
         self._waiting.clear()
         self._offloader.reset()
         self._pool_index.clear()

@@ -122,8 +122,7 @@ class Ranks:
             return tensor_model_parallel_all_gather(shard)
 
     def least(self, values: Sequence[int]) -> Sequence[int]:
-        """Return the minimum over all ranks at each position of `values`. Each rank passes equally
-        many values."""
+        """Return the minimum over all ranks at each position of `values`. All have equally many."""
         if self._size == 1 or not values:
             return values
         reduced = torch.tensor(values)

@@ -55,8 +55,7 @@ class WeightUpdates:
     """Function that is called once all ranks know the new weights: with the model, its weights, and
     its folder's name (empty if no folder was loaded)."""
     _reading: Future[Weights] | None = field(default=None, init=False)
-    """Weights after the last update, while a thread reads them. None on all ranks, or on no
-    rank."""
+    """Weights after the last update, while a thread reads them. On all ranks, or on none."""
     _folder: str = field(default="", init=False)
     """Name of the folder that `_reading` reads."""
     _why: str = field(default="", init=False)

@@ -35,8 +35,8 @@ class ActivatedAdapters:
         get the id of an answered request that is still in a batch."""
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
-        """Raise ConfigError if SGLang's LoRAManager cannot serve its adapters and `loading`
-        together."""
+        """Raise ConfigError if SGLang's LoRAManager cannot serve its present adapters together with
+        the adapters `loading`."""
         refuse.check_activated(
             (*manager.lora_refs.values(), *loading),
             lambda it: self._models.invocation(it.lora_id),
@@ -60,8 +60,7 @@ class ActivatedAdapters:
             self._reqs[req.rid, req.lora_id] = req
 
     def prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
-        """Let SGLang prepare the adapters of a batch in which `_split` has separated the base's
-        tokens."""
+        """Let SGLang prepare the adapters of a batch after `_split`."""
         split = self._split(batch)
         if split is not batch:
             manager.fetch_new_loras({*split.lora_ids, None})
@@ -71,8 +70,8 @@ class ActivatedAdapters:
         original(manager, split)
 
     def fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
-        """Whether a CUDA graph has room for all parts of the batch. SGLang asks when it prepares a
-        batch and when it runs it."""
+        """Whether a CUDA graph has room for the batch after `_split`. SGLang asks before it
+        prepares a batch, and again before the run."""
         return original(manager, self._split(batch))
 
     def can_schedule(

@@ -36,8 +36,7 @@ class AdapterHooks:
         }
 
     def load(self, original: Any, manager: Any, lora_ref: LoRARef) -> Any:
-        """Load an adapter on all ranks or on none. SGLang reads the result of the first rank
-        only."""
+        """Load an adapter on all ranks or on none. SGLang reads only the first rank's result."""
         lora_id = lora_ref.lora_id
 
         def load() -> None:
@@ -57,8 +56,7 @@ class AdapterHooks:
         return manager.create_lora_update_result(success=True)
 
     def validate(self, manager: Any, _config: object, lora_ref: LoRARef) -> None:
-        """Check an adapter before SGLang loads it. Raises ConfigError, which SGLang sends to its
-        client."""
+        """Check an adapter before SGLang loads it. SGLang sends a ConfigError to its client."""
         self.activated.require_room(manager, lora_ref)
 
     def unload(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:

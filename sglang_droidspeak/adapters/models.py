@@ -66,8 +66,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model of this server: the base, with or without a loaded adapter. It is identified by
-    content."""
+    """A model of this server, identified by content: the base, with or without an adapter."""
 
     model_id: ModelId
     """Model id. Not valid while the base's weights are unknown."""
@@ -81,15 +80,12 @@ class _Reading:
     """A loaded adapter while a thread reads its files."""
 
     content: Future[tuple[str, Adapter, bytes]]
-    """Digest and adapter as the thread has read them, and the files' stamp (`stamp_of`) after
-    that."""
+    """Digest and adapter as the thread has read them, and the files' stamp after that."""
     stamps: Sequence[bytes] = ()
-    """Stamps of the files before and after SGLang loaded them. Empty unless the adapter is
-    loaded."""
+    """Stamps of the files before and after SGLang loaded them. Empty for an unloaded adapter."""
 
     def result(self) -> tuple[str, Adapter]:
-        """Return digest and adapter. Raises ConfigError for changed files or an unloaded
-        adapter."""
+        """Return digest and adapter. Raises ConfigError if files changed, or it was unloaded."""
         digest, adapter, stamp = self.content.result()
         if not self.stamps:
             raise ConfigError("it is not loaded any more")
@@ -99,7 +95,7 @@ class _Reading:
 
 
 class Models:
-    """Models by adapter id. Scheduler thread only.
+    """The models of this server, by adapter id. Scheduler thread only.
 
     A thread reads every byte of an adapter that is loaded while the server runs. Until `settle`
     finds that this is done, the adapter serves, but shares with no model.
@@ -108,7 +104,7 @@ class Models:
     def __init__(
         self, base: ModelIdentity, num_layers: int, digest_of: Callable[[Path], str]
     ) -> None:
-        """`digest_of` reads an adapter's folder. It raises ConfigError."""
+        """`digest_of` returns the digest of an adapter's folder, or raises ConfigError."""
         self._num_layers = num_layers
         self._digest_of = digest_of
         self._base = base
@@ -126,15 +122,13 @@ class Models:
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
         self.reader = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="droidspeak-weights")
-        """Pool of threads that hash weights while the scheduler works. It starts with the first
-        task."""
+        """Pool of threads that hash weights while the scheduler works."""
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
         """Results of `first_differences` for the models that are loaded now."""
         self.known: Callable[[str, ModelId], object] = _nobody
-        """Function that is called with an adapter's id and model id once they are known."""
+        """Function that is called with an adapter's id and model id once both are known."""
         self.settle_base: Callable[[], object] = _nobody
-        """Function by which the ranks agree on new weights of the base, once all have read the
-        weights."""
+        """Function by which the ranks agree on new weights of the base that all have read."""
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -145,8 +139,8 @@ class Models:
         return set() if self.unknown else {it.model_id for it in self._loaded.values()}
 
     def change(self) -> None:
-        """Begin a generation: the base's weights are about to be written. Until `become`, no model
-        is known."""
+        """Begin a generation: the base's weights will be written. No model is known until
+        `become`."""
         self.unknown = "weights_updated"
         self.generation += 1
         self.place = prefixes.place_of_generation(self.generation)
@@ -221,8 +215,7 @@ class Models:
             reading.stamps = (before, stamp_of(folder))
 
     def settle(self, ranks: Ranks) -> None:
-        """Add the adapters that all ranks have read with equal results. All ranks call this
-        together."""
+        """Add the adapters that all ranks have read alike. All ranks call this together."""
         self.settle_base()
         if not self._reading:
             return

@@ -46,7 +46,7 @@ GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
 """Seconds to wait for a peer's answer."""
 _MANY_LAYERS: Final = 1 << 20
-"""Number of layers if it is not known: more than any model has."""
+"""Number of layers that we assume if it is unknown: more than any model has."""
 _WOULD_SHARE: Final = (
     "`droidspeak distill` makes an activated LoRA of it, which does; a LoRA on upper layers only "
     "(PEFT's layers_to_transform) shares the others; `droidspeak profile` measures which layers "
@@ -213,8 +213,7 @@ def adapter(path: Path, base: Path | None) -> Iterator[Check]:
 
 
 def configuration(path: Path) -> Iterator[Check]:
-    """Check a file for `sglang.launch_server --config`, on the machine where that server will
-    run."""
+    """Check a file for `sglang.launch_server --config`, on the machine of the server."""
     try:
         options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
         extra, flags = _extra_of(options, path), [*as_flags(options)]
@@ -301,7 +300,7 @@ def _peer(address: str, settings: Settings) -> Check:
 
 
 def running(url: str, key: str | None) -> Generator[Check, None, dict[str, Any] | None]:
-    """Check a server by its own state. Return this state, or None if the server does not answer."""
+    """Check a server by the state that it reports. Return this state, or None without an answer."""
     try:
         state, off_s = state_of(url, key)
     except CacheTreeError as exc:

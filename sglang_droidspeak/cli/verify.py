@@ -137,8 +137,7 @@ def _afterwards(url: str, key: str | None) -> Check:
 
 
 def settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Check that the settings of sender and receiver fit each other, by the `/server_info` of
-    each."""
+    """Check by `/server_info` that the settings of sender and receiver fit each other."""
     pages = [it["page_size"] for it in states]
     yield Check(
         name="page size",

@@ -29,7 +29,7 @@ _LIMITS: Final = "context-length", "max-total-tokens"
 _SPARE: Final = 7
 """Number of tokens by which a prompt must stay below SGLang's limits on its length."""
 PAIRS: Final = ROOT / "examples/pairs"
-"""Folder of the small pairs, in a clone."""
+"""Folder of the repository's small pairs. It exists only in a clone."""
 _REAL: Final = ROOT / "build/real"
 """Folder in which `python -m tools.real` puts the real pair and its data."""
 _SKILL: Final = "json"
@@ -47,10 +47,9 @@ _CPU_OPTIONS: Mapping[str, Any] = {
     "sleep-on-idle": True,
     "max-total-tokens": 32768,
 }
-"""Options on a CPU. Without a limit SGLang's KV pool takes most of the memory, and two servers
-share it."""
+"""SGLang's options on a CPU. They limit the KV pool, because two servers share the memory."""
 _ACCELERATOR_OPTIONS: Mapping[str, Any] = {"mem-fraction-static": 0.35}
-"""Options on an accelerator, which both servers share."""
+"""SGLang's options on an accelerator, which both servers share."""
 _SHIPPED: Mapping[str, Any] = {
     "times_random_pair": True,
     "options": {  # Enough for one request at a time.
@@ -78,7 +77,7 @@ class Subject:
     sender: Path
     receiver: Path
     identity: ModelIdentity
-    """Identity of the sender."""
+    """Identity of the sender by content."""
     block: Span
     e_maps_of: Path | None = None
     """Profile with the map that corrects E before the block. None: E is not corrected."""
@@ -220,8 +219,8 @@ class DemoConfig:
         return documents[: self.num_documents]
 
     def pair(self) -> tuple[Subject, MeasuredProfile]:
-        """Return the pair to measure, and its profile. Raises DemoFailed if the profile does not
-        allow reuse."""
+        """Return the pair to measure, and its profile. Raises DemoFailed if the profile forbids
+        reuse."""
         if self.sender.is_relative_to(PAIRS) and not PAIRS.is_dir():
             raise DemoFailed(
                 f"the small pair is not in {PAIRS}: it is part of the repository and not of "

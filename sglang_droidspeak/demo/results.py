@@ -30,8 +30,7 @@ class Condition(StrEnum):
     BLOCK = "block"
     """Recompute the profile's recommended block, and load the other layers from the sender."""
     ALORA_REUSE = "alora_reuse"
-    """Answer by an activated LoRA of the same skill, with every layer loaded from the sender. This
-    is exact."""
+    """Answer by an activated LoRA of the same skill, with every layer loaded. This is exact."""
     ALL_LAYERS = "all_layers"
     """Recompute every layer. The answer must equal full prefill's."""
     ALORA_PREFILL = "alora_prefill"
@@ -59,8 +58,7 @@ class Condition(StrEnum):
 
 
 def rotated(conditions: Sequence[Condition], index: int) -> list[Condition]:
-    """Return all conditions, rotated: each index begins with another condition than the index
-    before."""
+    """Return all conditions, rotated by `index`."""
     first = index % len(conditions)
     return [*conditions[first:], *conditions[:first]]
 
@@ -152,8 +150,7 @@ rounding, which decides between two tokens that are about equally likely."""
 
 
 def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
-    """Return sentences about requests that did not reuse as asked, or that reused without being
-    asked."""
+    """Return sentences about requests that did not reuse as asked, or reused unasked."""
     for condition, answered in samples.items():
         if condition.is_full:
             num_wrong = sum(sample.provenance.reused_tokens > 0 for sample in answered)

@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 Hook = tuple[Callable[..., object], HookType]
 Hooks = Mapping[str, Hook]
-"""Hooks by the dotted name of a function of SGLang."""
+"""Hooks, by the dotted names of the functions of SGLang that they hook."""
 
 
 def resolved(server_args: Any) -> Any:
-    """Return an object with SGLang's server arguments as attributes, as SGLang has resolved
-    them."""
+    """Return an object with SGLang's server arguments as attributes, after SGLang has filled in its
+    defaults."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)
@@ -118,7 +118,8 @@ def quantization(server_args: Any) -> Quantization | None:
 
 
 def place_hooks(hooks: Hooks) -> None:
-    """Hook each target now. Raises ConfigError if SGLang did not apply a hook (it would only log).
+    """Hook each target now. Raises ConfigError if SGLang did not apply a hook, which SGLang itself
+    only logs.
 
     SGLang silently skips a target that another plugin has already hooked. This function hooks such
     a target, too.

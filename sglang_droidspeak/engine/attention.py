@@ -1,6 +1,6 @@
 """Make a second attention backend at start, for partial prefills.
 
-A partial prefill must not overwrite the plans and buffers of SGLang's own backend: running forwards
+A partial prefill must not overwrite the buffers of SGLang's own backend, because running forwards
 and CUDA graphs still read them. SGLang subtracts the second backend's device memory before it sizes
 the KV pool.
 """

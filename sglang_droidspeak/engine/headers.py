@@ -26,7 +26,7 @@ _UNSUPPORTED: Final = frozenset(
         *("bad_controls", "longer_than_measured", "unknown_adapter", "weights_updated"),
     }
 )
-"""Outcomes that a repeated request would get again. Others may change with time."""
+"""Outcomes that a repeated request would get again. All other outcomes may change with time."""
 
 Label = Mapping[str, Any]
 Reply = Any

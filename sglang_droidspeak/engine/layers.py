@@ -26,8 +26,7 @@ returns, because the layer may overwrite E."""
 
 
 class _BlockDone(Exception):
-    """Signal that the last layer of a block has written its KV. Raised to skip the rest of this
-    layer."""
+    """Signal to skip the rest of a block's last layer, once this layer has written its KV."""
 
 
 class LayerStack:

@@ -14,8 +14,8 @@ SGLang joins tenant and namespace without a separator. So a user's key could end
 namespace. A request of the base model with such a key gets another tenant, which users cannot name.
 
 Each change of plans begins a new generation. Its number follows APPROXIMATE, so that new requests
-read no older approximate KV. After it follows the length of the prompt's head: its first pages, if
-many prompts share them. They stay exact.
+read no older approximate KV. Last comes the length of the prompt's head. The head is the first
+pages, if many prompts share them; it stays exact.
 
 After an update of weights, the model's namespace ends with a mark of that update, until SGLang
 flushes its tree. So requests cannot reach KV of the former weights.
@@ -78,8 +78,7 @@ def refusal(req: Req) -> str:
 
 
 def own_pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
-    """Return the hashes of the request's pages in the namespace in which SGLang looks for its
-    prefix."""
+    """Return the hashes of the request's pages in its present namespace."""
     return pages_of(req, num_tokens, page_size, place_of(req))
 
 
@@ -182,8 +181,7 @@ def has_head(req: Req) -> bool:
 
 
 def num_head(req: Req) -> int:
-    """Return the number of first pages that the request's own model computes, even if a peer has
-    them."""
+    """Return the number of first pages that the request's own model has to compute."""
     return getattr(req, _HEAD, 0)
 
 
@@ -203,8 +201,7 @@ def keep_apart(req: Req, adapters: Collection[str]) -> None:
 
 
 def invoked_at(req: Req) -> int | None:
-    """Return the first token on which the request's activated LoRA acts. None if no such adapter
-    acts."""
+    """Return the first token on which the request's activated LoRA acts. None if none acts."""
     return getattr(req, _INVOKED_AT, None)
 
 
@@ -223,8 +220,7 @@ def ask_base(req: Req) -> None:
 
 
 def is_not_invoked(req: Req) -> bool:
-    """Whether the base answers because the prompt never invokes the activated LoRA that the request
-    names."""
+    """Whether the base answers, because the prompt lacks the invocation of its activated LoRA."""
     return getattr(req, _NOT_INVOKED, False)
 
 
@@ -256,8 +252,7 @@ def _note(req: Req, name: str, value: object) -> None:
 
 
 def tenant_of(req: Req) -> str | None:
-    """Return the extra key as the user gave it. For a request of an adapter, an empty key is
-    None."""
+    """Return the extra key as the user gave it. An adapter's request gets None for an empty key."""
     if hasattr(req, _TENANT):
         return getattr(req, _TENANT)
     place = place_of(req)
@@ -265,8 +260,7 @@ def tenant_of(req: Req) -> str | None:
 
 
 def _key(req: Req, namespace: str, num_tokens: int) -> RadixKey:
-    """Return the key of the request's first tokens in SGLang's tree, in a namespace of its
-    tenant."""
+    """Return the key of the request's first tokens in SGLang's tree, in this namespace."""
     tokens = req.full_untruncated_fill_ids[:num_tokens]
     return RadixKey(tokens, _extra_key(req, namespace), cache_salt=req.cache_salt)
 

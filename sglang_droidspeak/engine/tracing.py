@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Attributes = Mapping[str, str | int | float]
 
 _LEVEL = 2
-"""Lowest SGLANG_TRACE_LEVEL with slices of this package."""
+"""Lowest SGLANG_TRACE_LEVEL at which a trace contains slices of this package."""
 
 
 def is_on() -> bool:

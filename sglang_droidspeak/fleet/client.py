@@ -38,8 +38,7 @@ class Client:
     def replies(
         self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
     ) -> Iterator[dict[str, Any]]:
-        """Stream a completion: yield the reply so far at each token. Options are as for
-        `generate`."""
+        """Stream a completion: yield the reply so far at each token. Takes `generate`'s options."""
         body = self._named | _body(prompt, **{"stream": True, **asked})
         options: dict[str, Any] = {"json": body, "timeout": timeout_s, "stream": True}
         with self._ask("POST", "/generate", **options) as reply:
@@ -67,8 +66,7 @@ class Client:
         return reply.json()
 
     def flush(self) -> None:
-        """Empty the server's own radix cache. Try again for some seconds while the server is
-        busy."""
+        """Empty the server's own radix cache. Retry for some seconds while the server is busy."""
         deadline_s = time.monotonic() + _FLUSH_S
         while self._ask("POST", "/flush_cache", timeout=10).status_code != 200:
             if time.monotonic() > deadline_s:

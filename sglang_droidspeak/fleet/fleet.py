@@ -40,7 +40,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configurations by name. A name is also the name of a log file."""
+    """Programs, workers and engines by name. A name is also the name of a log file."""
 
     programs: dict[str, Program] = {}
     workers: dict[str, dict[str, Any]] = {}

@@ -35,8 +35,7 @@ STOP_TIMEOUT_S = 20.0
 """Seconds before a stopping process is killed. A cache writes its queue to disk for at most ten
 seconds, so only a process that hangs takes longer."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
-"""Environment variables with which the CPU platform imports SGLang once, instead of once in each
-process."""
+"""Environment variables with which a server on a CPU imports SGLang once for all its processes."""
 _LAST_LINES = 30
 
 
@@ -76,7 +75,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec(Spec):
-    """One `python -m sglang.launch_server --config FILE`."""
+    """An SGLang server, started by `python -m sglang.launch_server --config FILE`."""
 
     model: Path
     name: str = "server"
@@ -131,7 +130,7 @@ class ServerSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(Spec):
-    """One `cachetree serve --config FILE`."""
+    """A worker, started by `cachetree serve --config FILE`."""
 
     config: Mapping[str, Any]
     name: str = "worker"
@@ -141,8 +140,7 @@ class WorkerSpec(Spec):
         return (*command, _written(folder / f"{self.name}.yaml", self.config))
 
     def address(self, log: Path) -> str:
-        """Address of the worker as in its log, with the real port. Empty until the worker is
-        ready."""
+        """Address of the worker, with the real port. Empty until the worker is ready."""
         return log.read_text(errors="replace").partition(_SERVING)[2].partition("\n")[0].strip()
 
     def answers(self, log: Path) -> bool:
@@ -280,8 +278,8 @@ def running(
     """Start servers side by side, and yield them once all are ready. At the end, also after SIGTERM
     and SIGHUP, end all of these servers, even if the caller has removed them from the list.
 
-    Before another server starts, a server on a GPU has to be ready, and so have all servers before
-    it. Raises ServerFailed.
+    After the start of a server on a GPU, the next server waits until all started servers are ready.
+    Raises ServerFailed.
     """
     env = env or {}
     with terminable(), contextlib.ExitStack() as stack:

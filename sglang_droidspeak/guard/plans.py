@@ -83,8 +83,7 @@ NOISE: Final = 0.02
 profile does not say how far a plan is from full prefill, the plan is allowed only this distance."""
 HOUR_S: Final = 3600
 MAX_DOCUMENTS: Final = 256
-"""Number of latest documents that a plan remembers. A remembered document adds no evidence
-again."""
+"""Number of latest documents that a plan remembers. These add no evidence again."""
 ALL: Final = "all"
 """Word in a reset that stands for all senders."""
 
@@ -128,7 +127,7 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> str:
-        """Recomputed layers, for a person."""
+        """Recomputed layers, as text for a person."""
         return "no layer" if self.block is None else f"layers [{self.block[0]}, {self.block[1]})"
 
 
@@ -172,7 +171,7 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suspects(self) -> Iterator[PlanId]:
-        """Plans in service for which every request is checked."""
+        """Plans in service for which every answer is compared."""
         return self._ids(it for it in self.in_service if self.is_demoted or it.is_suspect)
 
     def _ids(self, plans: Iterable[WatchedPlan]) -> Iterator[PlanId]:
@@ -295,8 +294,8 @@ def _watched(block: BlockQuality) -> WatchedPlan:
 
 
 def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
-    """Return the evidence after one more distance `x` in [0, 1]. `allowed` is the allowed mean,
-    above 0."""
+    """Return the evidence after one more distance `x` in [0, 1]. The mean may be `allowed` (>
+    0)."""
     return tuple(
         (1.0 + before) * (1.0 - share + share * x / allowed)
         for before, share in zip(evidence, SHARES, strict=True)
@@ -321,8 +320,7 @@ def suspicion(evidence: Evidence) -> float:
 
 
 def distance(served: Sequence[LogProbs], exact: Sequence[LogProbs]) -> float:
-    """Return the mean total variation, 0 to 1, over the positions that both answers have. Both have
-    at least one."""
+    """Return the mean total variation, 0 to 1, over the positions that both answers have."""
     pairs = zip(served, exact, strict=False)
     return fmean(total_variation(ours, theirs) for ours, theirs in pairs)
 

@@ -72,8 +72,7 @@ class PairsInService:
         self._heirs: Mapping[Pair, LineProfile] = {}
         """Pairs that inherit a plan from a line of models. The record contains no such pair."""
         self._left: Final[dict[Line, int]] = {}
-        """Number of plans still in service after an alarm, for all pairs that inherit from a
-        line."""
+        """Number of plans in service after an alarm, for all pairs that inherit from a line."""
         for profile in self._profiles.values():
             fresh = watched(profile)
             pair = known.pop(fresh.profile, fresh)
@@ -180,7 +179,7 @@ class PairsInService:
         tracing.event("guard", {**names, "plans_left": pair.num_left})
 
     def _tell(self) -> None:
-        """Tell planner and metrics which plans are out of service, and the states of pairs that
+        """Tell planner and metrics the plans out of service, and the states of pairs that
         inherit."""
         self._planner.out_of_service = frozenset(
             plan for it in self._pairs.values() for plan in it.out_of_service

@@ -69,7 +69,7 @@ _MODEL_AND_TENANT: Final = (
     "no_logs",
     "http_worker_ipc",
 )
-"""Fields of the user's request that both runs copy."""
+"""Fields of the user's request that both runs of a comparison copy."""
 
 Reply = dict[str, Any]
 
@@ -197,11 +197,10 @@ class Shadows:
 
 
 class Budget:
-    """Budget of seconds that runs may take while requests run: a share of all time, plus at most
-    one run.
+    """Budget of seconds that the runs of comparisons may take while users' requests run: a share of
+    all time, plus at most one run.
 
-    A run is charged for all the time that it shares with another request. So runs take a smaller
-    share of step time than is allowed.
+    A run is charged for all the time that it shares with another request.
     """
 
     def __init__(self, share: float, clock: Callable[[], float]) -> None:
@@ -239,8 +238,7 @@ class _Answer:
 
     @property
     def plan(self) -> PlanId | None:
-        """Plan by which the request reused another model's KV. None if there is nothing to
-        compare."""
+        """Plan by which the request reused another model's KV. None: nothing to compare."""
         label = self.label
         if not self.prompt_ids or label.get("outcome") != "reused":
             return None

@@ -206,8 +206,7 @@ class Lane:
         return list(zip_longest(batch, were_read[: len(batch)], fillvalue=False))
 
     def write(self, batch: Sequence[Piece]) -> bool:
-        """Store a batch's objects from their slots. Return False if the backend refused an
-        object."""
+        """Store a batch's objects from their slots. False if the backend refused an object."""
         with self._calls:
             return self._backend.write(*self._arguments(batch))
 

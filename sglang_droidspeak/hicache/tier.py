@@ -291,8 +291,7 @@ class HiCacheTier:
         raise error
 
     def _lose(self, model: ModelId, pages: Sequence[PageHash], part: Part, seconds: float) -> None:
-        """Note that the first of these pages cannot be read. It is not asked for again for
-        `seconds`."""
+        """Note that the first of these pages is unreadable. It is not read for `seconds`."""
         self._absent.add(model, part, pages[0], seconds)
         self._lost_pages.append((model, pages, part))
 

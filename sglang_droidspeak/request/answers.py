@@ -61,8 +61,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     model: ModelId | None = None
     device_pages: int | None = None
-    """Number of pages on the device when the request was planned. None if they were not looked
-    up."""
+    """Number of pages on the device when the request was planned. None if not looked up."""
     holdings: Sequence[Match] = ()
     full_prefill_s: float | None = None
     """Predicted seconds to prefill the tokens that the device lacks."""

@@ -48,8 +48,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How loads and recompute share time. Used only with `gate: none`, for measurements."""
 
     def requested(self, num_layers: int) -> Requested:
-        """Return the sender and block that the request names. Raises ValueError for a wrong
-        block."""
+        """Return the sender and block that the request names. Raises ValueError."""
         return Requested(
             sender=None if self.sender is None else ModelId(self.sender),
             block=None if self.block is None else _span(self.block, num_layers),
@@ -113,6 +112,5 @@ def parse_controls(custom_params: object) -> Controls:
 
 
 def name_of(rid: str) -> str:
-    """Return a request's id for the log, shortened and escaped, because a user may have chosen
-    it."""
+    """Return a request's id for the log. It is cut and escaped, as a user may have chosen it."""
     return printable(rid[:_MAX_NAME])

@@ -34,7 +34,7 @@ class _Part:
 
     request: Request
     tokens: Span
-    """Tokens of the prompt that this batch brings to the device."""
+    """Tokens of the prompt that this batch loads or computes."""
     share: float
     """Share of the batch's work, 0 to 1."""
     delay_s: float

@@ -37,8 +37,7 @@ multiprocessors, would wait until a matrix product leaves some free."""
 
 
 class Copies:
-    """Order the copy stream and the forward stream on CUDA. Without CUDA there is nothing to
-    order."""
+    """Order the copy stream and the forward stream on CUDA. Does nothing without CUDA."""
 
     def __init__(self, forward_stream: torch.cuda.Stream | None, device: str) -> None:
         self._device: Final = torch.get_device_module(device)
@@ -78,8 +77,7 @@ class Copies:
         return self._device.stream(self._stream)
 
     def record(self, index: int, layer: int) -> None:
-        """Record an event after all work queued so far. `forward_waits` and `end` wait for this
-        event."""
+        """Record an event after all queued work. `forward_waits` and `end` wait for this event."""
         self._events[index][layer] = event = self._device.Event()
         event.record()
 
@@ -165,8 +163,7 @@ class Load:
 
     @property
     def copied_s(self) -> float:
-        """Seconds that the loader has spent on copies. On CUDA, seconds that it has spent on
-        issuing them."""
+        """Seconds that the loader has spent on copies. On CUDA, on issuing the copies."""
         return sum(stop_s - start_s for start_s, stop_s in self.copies_s)
 
     def copy(self, layer: int) -> None:

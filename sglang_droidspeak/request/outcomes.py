@@ -1,5 +1,4 @@
-"""Cause and remedy of each outcome, from `outcomes.yaml`: the text of docs/no-reuse.md and of
-explanations."""
+"""Cause and remedy of each outcome, from `outcomes.yaml`. docs/no-reuse.md shows the same text."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ _TAKES_WHAT_IS_THERE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan, with the alternatives from which it was chosen."""
+    """A plan for one request, with the inputs of the choice."""
 
     plan: Plan
     is_experiment: bool
@@ -73,7 +73,7 @@ class Planned:
     step_share: float
     """Cost of a loaded token's recompute and copies, in tokens of SGLang's budget for a step."""
     considered: Considered | None = None
-    """Alternatives that were considered. None if another rank made the plan."""
+    """Inputs of the choice among plans. None if another rank made the plan."""
 
     @property
     def demand(self) -> Demand | None:
@@ -98,17 +98,16 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Result of planning without a plan: the outcome for `meta_info`, and a detail for people."""
+    """Decision to make no plan: the outcome for `meta_info`, and a detail for people."""
 
     outcome: str
     detail: str = ""
     considered: Considered | None = None
-    """Alternatives that were considered. None if there were none."""
+    """Inputs of the choice among plans. None if there was no choice."""
 
     @property
     def may_be_approximate(self) -> bool:
-        """Whether the request may still read approximate KV that earlier reuse left on the
-        device."""
+        """Whether the request may still read approximate KV on the device, from earlier reuse."""
         return self.outcome in _TAKES_WHAT_IS_THERE
 
 
@@ -153,12 +152,13 @@ class Planner:
         self._min_pages = -(-self._server.settings.min_tokens // self._server.page_size)
 
     def put_in_service(self, profile: PairProfile) -> None:
-        """Replace the profile of a pair. Later requests read no approximate KV made before."""
+        """Replace the profile of a pair. Later requests read no older approximate KV."""
         self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
         self._generation += 1
 
     def inherit(self, heirs: Profiles) -> None:
-        """Replace the pairs that may inherit. Later requests read no approximate KV made before."""
+        """Replace the pairs that may inherit a plan. Later requests read no older approximate
+        KV."""
         own = {pair: it for pair, it in self.profiles.items() if pair not in self.heirs}
         self.profiles, self._generation = own | dict(heirs), self._generation + 1
 

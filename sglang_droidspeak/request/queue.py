@@ -81,8 +81,8 @@ class Queue:
         """Deduct the cost of recompute and copies from a step's budget of tokens, as SGLang deducts
         tokens that it replays.
 
-        The first request of a step is never refused. At least one chunk of its new tokens remains,
-        or all of them if no request decodes.
+        A step's first request is never refused: budget remains for at least one chunk of its new
+        tokens, or for all of them if no request decodes.
         """
         charge = self._waiting.step_tokens(req.rid, prefix_len - req.prefix_len)
         if adder.rem_chunk_tokens is not None and not adder.can_run_list:

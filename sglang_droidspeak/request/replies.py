@@ -28,11 +28,10 @@ _LOOK_S: Final = 0.001
 class _Held:
     answer: Callable[[], None]
     num_put: int
-    """Number of nodes that the offloader must have copied out first."""
+    """Number of nodes that the offloader has to copy out before the answer is sent."""
     deadline: Deadline
     knows: Callable[[], bool] | None = None
-    """Function that returns whether all peers know of these nodes. None until the nodes are copied
-    out."""
+    """Function that returns whether all peers know the nodes. None until these are copied out."""
 
 
 @dataclass(eq=False)
@@ -74,8 +73,7 @@ class Replies:
         self.release()
 
     def sleep(self, original: Any, scheduler: Any) -> None:
-        """Hooks Scheduler.maybe_sleep_on_idle: sleep for a millisecond only while an answer
-        waits."""
+        """Hooks Scheduler.maybe_sleep_on_idle: sleep only a millisecond while an answer waits."""
         self.release()
         if self._held:
             time.sleep(_LOOK_S)

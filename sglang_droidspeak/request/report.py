@@ -43,8 +43,7 @@ MAX_ANSWERED: Final = 1000
 MAX_ID: Final = 256
 """Largest number of characters in a request id that can still be explained."""
 MAX_MATCHES: Final = 32_000
-"""Largest number of matches in all kept labels together. Beyond it the oldest label is
-forgotten."""
+"""Largest number of matches in all kept labels together. The oldest label is forgotten first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +54,7 @@ class Label:
     num_tokens: int = 0
     """Number of the prompt's tokens. 0 until the request is answered."""
     considered: Considered | None = None
-    """Alternatives from which the plan was chosen. None if there were none."""
+    """Inputs of the choice among plans. None if there was no choice."""
     is_answered: bool = False
     """Whether the request was answered. Then the label is final."""
 
@@ -78,8 +77,8 @@ class Labels:
         """Labels of answered requests by id, the latest last."""
         self._num_matches = 0
         self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
-        """Provenance by prompt and controls: SGLang itself runs a prompt with several samples (`n`)
-        once before the samples."""
+        """If a prompt has several samples (`n`), SGLang itself runs it once before them. The
+        provenance of this run, by prompt and controls."""
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """Set a request's provenance so far. Ignored once the label is final."""
@@ -179,8 +178,7 @@ def must_stay_exact(req: Req) -> bool:
 
 
 def consider(req: Req, considered: Considered | None) -> None:
-    """Set the alternatives from which a request's plan was chosen. Ignored once the label is
-    final."""
+    """Set the inputs of the choice among a request's plans. Ignored once the label is final."""
     label = _label_of(req)
     if not label.is_answered:
         label.considered = considered

@@ -29,8 +29,7 @@ class Phase(IntEnum):
     """Phase of a request. On several ranks, the lowest phase of any rank counts."""
 
     SETTLED = 0
-    """The request reads nothing by a plan any more: it was declined, given up, cancelled or is
-    done."""
+    """The request no longer reads by a plan: it was declined, given up, cancelled or is done."""
     SEEN = 1
     PLANNED = 2
     """The request has a plan, but staging memory is used up. SGLang may admit it for a full
@@ -70,8 +69,8 @@ class Request:
         """Phase of the request. Only `reach` changes it."""
         self.seen_s: Final = time.monotonic()
         self.runnable_s: float | None = None
-        """Monotonic time in seconds at which the scheduler first passed the request over in a step
-        with room. The wait counts from this time; None before."""
+        """Monotonic time in seconds of the first step that had room for the request while it was
+        held back. The wait counts from this time. None before."""
         self.patience = Patience(saving_s=math.inf)
         """Limit of the request's wait, which counts from `runnable_s` on."""
         self.pages: Sequence[PageHash] = ()
@@ -95,8 +94,8 @@ class Request:
         """Outcome of the request if this rank cannot follow the plan; empty otherwise."""
 
         self.source: Source | None = None
-        """Source of the plan's pages. Set from `FETCHING` on, until the request is settled or
-        planned again."""
+        """Source of the plan's pages: from `FETCHING` until the request is settled or planned
+        again."""
         self.load: Load | None = None
         """Load into KV slots. Set from `LOADING` on."""
         self.queued_s = 0.0
@@ -140,7 +139,7 @@ class Request:
             self.runnable_s = time.monotonic()
 
     def reach(self, phase: Phase) -> None:
-        """Enter a phase, or stay in it. A phase that needs no source releases it. Raises
+        """Enter a phase, or stay in it. Release the source in a phase that needs none. Raises
         IllegalTransition."""
         if phase is self.phase:
             return

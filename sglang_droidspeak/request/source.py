@@ -94,13 +94,11 @@ class Source:
         raise NotImplementedError
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
-        """Copy the KV of these tokens into as many slots. Returns the bytes read from host
-        memory."""
+        """Copy the KV of these tokens into slots. Returns the bytes read from host memory."""
         raise NotImplementedError
 
     def adopt_e(self, at: Span, slots: torch.Tensor) -> bool:
-        """Copy E into slots with exact KV, if the source is in the pool. Returns whether the slots
-        have E."""
+        """Copy E into slots with exact KV, if the source is in the pool. True: the slots have E."""
         return False
 
     def release(self) -> None:
@@ -123,8 +121,7 @@ class Staged(Source):
         return self._pool.load(layer, slots, self.rows(Step(Kind.KV, layer), at))
 
     def rows(self, step: Step, at: Span) -> list[memoryview]:
-        """Return the bytes of these tokens, as one view per contiguous run. The bytes must have
-        arrived."""
+        """Return the arrived bytes of these tokens, as one view per contiguous run."""
         tokens = self._of_plan(at)
         size, num_tokens = self.staging.sizes[step], len(self._plan.pages) * self._pool.page_size
         span = Span(size * tokens.start // num_tokens, size * tokens.stop // num_tokens)

@@ -68,7 +68,7 @@ class WaitingRequests:
         self._asks = server.settings.hicache_backend is not None and self._ranks.is_first
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
-        """Plan new requests, forget requests that have left, and return the rids to hold back."""
+        """Plan new requests, forget requests that have left, and return the ids to hold back."""
         self._is_decoding = is_decoding
         self._see_anew(queue, tree)
         requests = [self._known(req) or self._see(req, tree) for req in queue]
@@ -106,8 +106,7 @@ class WaitingRequests:
             self._note_approximate(request, request.req.prefix_len // self._page_size)
 
     def pass_over(self, rids: Iterable[str]) -> None:
-        """Note that the last step could have taken these requests if they had not been held
-        back."""
+        """Note that the last step had room for these requests, which were held back."""
         for request in filter(None, map(self._requests.get, rids)):
             request.pass_over()
 
@@ -134,8 +133,7 @@ class WaitingRequests:
         return num_pages if num_pages > num_head else 0
 
     def step_tokens(self, rid: str, num_tokens: int) -> int:
-        """Return how many tokens of SGLang's budget for a step `num_tokens` loaded tokens use
-        up."""
+        """Return how many tokens of a step's budget `num_tokens` loaded tokens use up."""
         if not self.has_source(rid):
             return 0
         request = self._requests[rid]
@@ -226,7 +224,7 @@ class WaitingRequests:
                 self._see(request.req, tree).runnable_s = begun_s
 
     def _known(self, req: Req) -> Request | None:
-        """Return the entry of this request, not of an earlier request with the same rid."""
+        """Return the entry of this request, not of an earlier request with the same id."""
         request = self._requests.get(req.rid)
         return request if request is not None and request.req is req else None
 
@@ -256,7 +254,7 @@ class WaitingRequests:
         return request
 
     def _decide(self, seen: Sequence[Request], tree: UnifiedRadixCache, num_waiting: int) -> None:
-        """Plan the requests that can be planned now, on the first rank. The other ranks follow its
+        """Plan all requests that can be planned now. The other ranks follow the first rank's
         decisions."""
         for request in seen if self._ranks.is_first else ():
             may_be = request.may_be_planned() or request.left_s() < 0

@@ -221,8 +221,7 @@ def read_server(
 
 
 def name_of(args: ServerArgs) -> str:
-    """Return the base's name for logs and metrics: the served name, or the last part of its
-    path."""
+    """Return the base's name for logs and metrics: the served name, or its folder's name."""
     served: str = args.served_model_name or args.model_path
     return Path(served).name if served == args.model_path else served
 
@@ -264,8 +263,7 @@ def _e_width(codec: Codec, identity: ModelIdentity, page_size: int, tp_size: int
 
 
 def _check_transport(settings: Settings, tp_size: int) -> None:
-    """Check addresses and keys of all ranks, before the slow loading of a model. Raises
-    ConfigError."""
+    """Check addresses and keys of all ranks, before a model is loaded. Raises ConfigError."""
     for rank in range(tp_size):
         config = cache_config(settings, ModelId(""), rank)
         if config.serves:

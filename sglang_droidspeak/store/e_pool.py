@@ -135,7 +135,7 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
 
 
 def attachment_of(pool: MHATokenToKVPool) -> Attachment:
-    """Attachment of a KV pool. Raises ConfigError if the plugin's hooks did not run in this
+    """Return a KV pool's attachment. Raises ConfigError if the plugin did not run in this
     process."""
     attachment = getattr(pool, _ATTRIBUTE, None)
     if attachment is None:

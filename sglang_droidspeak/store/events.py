@@ -59,8 +59,7 @@ class HostEvents:
         self._metrics: Final = metrics
         self._waiting: Final[deque[BlockStored | BlockRemoved]] = deque()
         self._hashes: Final[dict[tuple[ModelId, PageHash], int]] = {}
-        """Hash under which an event has published each stored page. The cache's lock guards this
-        dict."""
+        """Published hash of each stored page. The cache's lock guards this dict."""
         _, self._unsubscribe = cache.tree.subscribe(self._note)
 
     def about(self, req: Req, start: int, stop: int) -> EventTokens | None:

@@ -31,8 +31,8 @@ _MAX_BRING_S = 0.5
 """Largest number of seconds that a node waits for E of the pages before it."""
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
-"""Function that records events behind the forwards that write the inserted slots, and returns them.
-Without CUDA there are none."""
+"""Function that returns CUDA events, recorded behind the forwards that write the inserted slots.
+Without CUDA it returns none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,7 @@ class Insertions:
             self._inserting = None
 
     def _note(self, req: Req, up_to: int, tree: UnifiedRadixCache) -> None:
-        """Note the request's pages in the pool's index, so that this server's other models find
-        them."""
+        """Note the request's pages in the pool's index, where other models find them."""
         owner = self._models.owner_of(req)
         if owner is None or prefixes.refusal(req) or prefixes.is_approximate(req):
             return
@@ -178,13 +177,12 @@ class Offloader:
         return self.num_done - self._num_taken
 
     def pop_result(self) -> bool:
-        """Count one more finished node as known to SGLang. True: it must not offer the node
-        again."""
+        """Count one more finished node as known to SGLang. True: do not offer the node again."""
         self._num_taken += 1
         return True
 
     def reset(self) -> None:
-        """Wait until no node is in flight, and forget the results."""
+        """Wait until all queued nodes are finished, and forget the results."""
         while self.num_done < self.num_put:
             time.sleep(0.001)
         self._num_taken = self.num_done

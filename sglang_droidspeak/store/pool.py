@@ -49,7 +49,7 @@ class PoolPages:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Numbers of leading pages of a prompt that the device has."""
+    """Numbers of leading pages of a prompt that the device has, by kind of KV."""
 
     exact: int
     approximate: int

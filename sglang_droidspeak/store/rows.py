@@ -30,17 +30,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 1024
-"""Number of tokens in one piece of a store that gathers on the device first: 4 MiB of KV per layer
-for a Llama-3-8B."""
+"""Number of tokens that a store gathers on the device at a time: 4 MiB of KV per layer for a
+Llama-3-8B."""
 _LOADED_TOKENS: Final = 4096
-"""Number of tokens in one piece of a load that goes through a device buffer. The encoded piece
-takes 16 MiB, and its decoding takes several times as much."""
+"""Number of tokens that a load decodes on the device at a time. Their encoded KV takes 16 MiB, and
+the decoding takes several times as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Encode tensors on any device as stored bytes, and decode stored bytes, by a family's
-    codec."""
+    """Encode tensors as stored bytes, and decode these bytes, on any device by a family's codec."""
 
     codec: Codec
     length: int
@@ -169,8 +168,7 @@ class DeviceRows:
                 self._coding.store(torch.stack(rows, dim=1), target)
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
-        """Copy host memory into `slots`. On CUDA this runs on the current stream, without waiting
-        for it."""
+        """Copy host memory into `slots`. On CUDA the current stream runs it, and we do not wait."""
         buffers = self._buffers(layer)
         rows = self._coding.load(source, buffers[0]).view(-1, 2, *buffers[0].shape[1:])
         for part, buffer in enumerate(buffers):

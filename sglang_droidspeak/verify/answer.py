@@ -17,8 +17,7 @@ from sglang_droidspeak.guard.plans import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 CLOSE: Final = 0.05
-"""Difference of log-probabilities below which they count as equal, because rounding depends on the
-batch."""
+"""Least difference of log-probabilities that counts, because rounding depends on the batch."""
 _PATIENCE_S: Final = 600.0
 
 
@@ -29,8 +28,7 @@ class Answer:
     ttft_s: float
     tokens: tuple[int, ...]
     likely: tuple[LogProbs, ...]
-    """The most likely tokens of each position and their log-probabilities, with the answer's own
-    token."""
+    """Log-probabilities of the most likely tokens, and of the answer's own token, by position."""
     id: str
     prompt_tokens: int
     cached_tokens: int

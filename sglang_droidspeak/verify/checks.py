@@ -149,8 +149,7 @@ def device(run: Run, client: Client) -> Iterator[Check]:
 
 
 def together(run: Run, client: Client) -> Iterator[Check]:
-    """Check that four questions sent at once get the same answers as when they are sent one after
-    the other."""
+    """Check that four questions get the same answers at once as one after the other."""
     prompt, salt = run.prompts[0], new_salt()
     asked = [prompt.prefix + prompt.suffixes[i % len(prompt.suffixes)] for i in range(4)]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -278,8 +277,7 @@ def labels(run: Run) -> Iterator[Check]:
 
 
 def distance(run: Run) -> Iterator[Check]:
-    """Check that answers with reuse are as close to full prefill's answers as the profile
-    promises."""
+    """Check that answers with reuse are as close to full prefill's as the profile promises."""
     exact = [it for it in run.reused if it.served.label.exact]
     inexact = [it for it in run.reused if not it.served.label.exact]
     if exact:
