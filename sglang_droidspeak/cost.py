@@ -322,7 +322,7 @@ class Meter:
     def block(
         self, tokens: Sequence[Span], num_layers: float
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure the time of the `with` block as a recompute of layers over `tokens`."""
+        """Measure the `with` block as a recompute of `num_layers` layers over `tokens`."""
         return self._measure(self._blocks.add, tokens, num_layers)
 
     @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 A line is a series of models, each trained from the one before (as in reinforcement learning). Its
 profile has one plan for pairs of consecutive models. The server starts with a model of the line.
-After each update, every pair of an earlier model and the present one is judged by the distance of
-their weights.
+After each update, the distance of their weights decides for each earlier model whether the present
+model may read its KV.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Place the hooks of this process that run outside of steps."""
+    """Place the hooks of this process that run outside of the scheduler's steps."""
     engine.default_page_size(MIN_PAGE_SIZE, is_configured)
     HookRegistry.register(release.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
     # The front end and the detokenizer load plugins too, but have not imported the scheduler.

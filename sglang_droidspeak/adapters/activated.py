@@ -60,7 +60,7 @@ class ActivatedAdapters:
             self._reqs[req.rid, req.lora_id] = req
 
     def prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
-        """Let SGLang prepare the adapters of a batch after `_split`."""
+        """Let SGLang prepare the adapters of a batch with rows split at their invocation."""
         split = self._split(batch)
         if split is not batch:
             manager.fetch_new_loras({*split.lora_ids, None})
@@ -70,8 +70,8 @@ class ActivatedAdapters:
         original(manager, split)
 
     def fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
-        """Whether a CUDA graph has room for the batch after `_split`. SGLang asks before it
-        prepares a batch, and again before the run."""
+        """Whether a CUDA graph has room for the batch once its rows are split. SGLang asks before
+        it prepares a batch, and again before the run."""
         return original(manager, self._split(batch))
 
     def can_schedule(
@@ -112,8 +112,8 @@ class ActivatedAdapters:
 def _segments(
     batch: ForwardBatch, starts: Sequence[int | None]
 ) -> tuple[list[str | None], list[int]]:
-    """Cut each row at its entry in `starts`, if it has one. Return the adapter and the number of
-    tokens of each part that is not empty."""
+    """Split each request of the batch at its token in `starts`, if it has one. Return the adapter
+    and the number of tokens of each part that is not empty."""
     parts: list[tuple[str | None, int]] = []
     is_extend = batch.forward_mode.is_extend()
     for row, (lora_id, start) in enumerate(zip(batch.lora_ids, starts, strict=True)):

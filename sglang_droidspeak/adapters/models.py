@@ -38,7 +38,7 @@ _MAX_THREADS: Final = 4
 
 
 def _nobody(*_known: object) -> None:
-    """Do nothing."""
+    """Do nothing about a model that has become known."""
 
 
 LoraId = str | None
@@ -85,7 +85,7 @@ class _Reading:
     """Stamps of the files before and after SGLang loaded them. Empty for an unloaded adapter."""
 
     def result(self) -> tuple[str, Adapter]:
-        """Return digest and adapter. Raises ConfigError if files changed, or it was unloaded."""
+        """Return digest and adapter. Raises ConfigError for changed files, or after an unload."""
         digest, adapter, stamp = self.content.result()
         if not self.stamps:
             raise ConfigError("it is not loaded any more")

@@ -213,7 +213,7 @@ def adapter(path: Path, base: Path | None) -> Iterator[Check]:
 
 
 def configuration(path: Path) -> Iterator[Check]:
-    """Check a file for `sglang.launch_server --config`, on the machine of the server."""
+    """Check a file for `sglang.launch_server --config`. Runs on the server's machine."""
     try:
         options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
         extra, flags = _extra_of(options, path), [*as_flags(options)]

@@ -61,7 +61,7 @@ _SHIPPED: Mapping[str, Any] = {
 }
 
 _NUM_LAYERS, _HIDDEN, _NUM_HEADS = 12, 768, 12
-"""Shape of the random pair."""
+"""Shape of the two models of random weights."""
 _TIMED_BLOCK = Span(4, 7)
 
 

@@ -86,7 +86,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Samples = Mapping[Condition, Sequence[Sample]]
-"""Samples of each condition. Each has one sample per question, in the same order."""
+"""Samples (answers) by condition: one for each question, in the same order."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,8 +48,8 @@ PUBLISH_S = 60.0
 READY_S = 30.0
 _LOOK_S = 0.05
 _RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
-"""Task of the random pair. Four tokens suffice to compare answers; more would not change the time
-to the first token."""
+"""Task of the models of random weights. Four tokens suffice to compare answers; more would not
+change the time to the first token."""
 _NUM_DOCUMENTS: Final = 3
 _NUM_TOKENS: Final = 2000
 """Number of tokens of each random document, in whole pages."""

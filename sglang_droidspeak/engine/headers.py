@@ -76,7 +76,7 @@ class LabelNotes:
         self._key: Final = key
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
-        """Hooks TokenizerManager.generate_request, which returns an async generator."""
+        """Hooks TokenizerManager.generate_request, which returns an async generator of replies."""
         if request is not None:
             self._hint(obj, dict(request.scope["headers"]).get(SOURCE_POD, b""))
         replies = original(manager, obj, request)

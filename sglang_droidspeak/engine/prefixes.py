@@ -230,12 +230,12 @@ def num_without_e(req: Req) -> int:
 
 
 def note_without_e(req: Req, num_tokens: int) -> None:
-    """Note that the request has loaded KV without E, which ends at token `num_tokens`."""
+    """Note that the request has loaded KV without E, up to token `num_tokens`."""
     setattr(req, _WITHOUT_E, num_tokens)
 
 
 def num_approximate(req: Req) -> int:
-    """Return the number of prompt tokens with KV that was made from another model's."""
+    """Return the number of prompt tokens with KV that was made from another model's KV."""
     return getattr(req, _NUM_APPROXIMATE, 0)
 
 

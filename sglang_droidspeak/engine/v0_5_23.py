@@ -10,8 +10,8 @@ VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-"""Function of page hashes. We hook the name in this module, which imports the function. The JSON
-file names the module that defines the function."""
+"""Function that hashes pages. We hook it in a module that only imports it. The JSON file names the
+module that defines it."""
 
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"
@@ -70,7 +70,7 @@ UPDATES_BY_NAME = (
     f"{_WEIGHT_UPDATER}.update_weights_from_tensor",
     f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
 )
-"""Updates that pass named tensors to the model's `load_weights`."""
+"""Functions of SGLang that update weights by passing named tensors to `load_weights`."""
 
 WEIGHTS_WRITTEN = (WEIGHTS_RESTORED, *UPDATES_BY_NAME, WEIGHTS_RESET)
 """Functions of SGLang, one of which runs before every write to the served weights. Other processes

@@ -300,7 +300,7 @@ def running(
 
 
 def _wait_for(started: Sequence[Process], timeout_s: float) -> None:
-    """Wait until all are ready. Raises ServerFailed if one ends or takes too long."""
+    """Wait until all processes are ready. Raises ServerFailed if one ends or takes too long."""
     waiting, started_s = started, time.monotonic()
     while waiting := [server for server in waiting if not server.is_ready()]:
         for server in started:

@@ -76,8 +76,8 @@ ALARM: Final = 1e5
 before a false alarm."""
 SUSPICION: Final = 2.0
 NUM_FIRST: Final = 20
-"""Number of a new plan's first comparisons. Until then every request by the plan is compared, after
-chance has chosen the very first. So an unused plan causes no comparisons."""
+"""Number of comparisons for which a plan counts as new. Every request by a new plan is compared,
+once chance has chosen the first. So an unused plan causes no comparisons."""
 NOISE: Final = 0.02
 """Largest distance that two exact runs have, in half precision and in different batches. If a
 profile does not say how far a plan is from full prefill, the plan is allowed only this distance."""
@@ -294,8 +294,7 @@ def _watched(block: BlockQuality) -> WatchedPlan:
 
 
 def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
-    """Return the evidence after one more distance `x` in [0, 1]. The mean may be `allowed` (>
-    0)."""
+    """Return the evidence after a distance `x` in [0, 1]. `allowed` (> 0) is the allowed mean."""
     return tuple(
         (1.0 + before) * (1.0 - share + share * x / allowed)
         for before, share in zip(evidence, SHARES, strict=True)

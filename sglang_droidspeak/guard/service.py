@@ -47,7 +47,8 @@ _MAX_BYTES: Final = 16 << 20
 
 class PairsInService:
     """The pairs that the drift guard watches, and their plans in service. All ranks get the same
-    shadows and decide the same; the first rank writes the record. Scheduler thread only."""
+    results of comparisons and decide alike; the first rank writes the record. Scheduler thread
+    only."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class Shadows:
         self._task: asyncio.Task[None] | None = None
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
-        """Hooks TokenizerManager.generate_request, which returns an async generator."""
+        """Hooks TokenizerManager.generate_request, which returns an async generator of replies."""
         if not _is_comparable(obj):
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
@@ -140,8 +140,8 @@ class Shadows:
                 self._missed["failed"] += 1
 
     async def _shadow(self, manager: Any, answer: _Answer) -> Shadow | None:
-        """Run an answer's prompt twice and compare. None if no turn came before the deadline, or
-        the KV was evicted."""
+        """Run an answer's prompt twice and compare. None if there was no time for a run before the
+        deadline, or the KV was evicted."""
         served = await self._turn(manager, answer, lambda: _greedy_run(manager, answer))
         if not served:
             return None
@@ -159,7 +159,7 @@ class Shadows:
         """Wait until the server is idle or the budget allows a run, then run and return the result.
 
         If a request arrives during a run that the budget does not allow, the run is cancelled, and
-        starts again later. None if no turn came in time, or the adapter was unloaded.
+        starts again later. None if the deadline passed before, or the adapter was unloaded.
         """
         budget = self._budget
         while True:
@@ -234,7 +234,7 @@ class _Answer:
     num_cached: int = 0
     """Number of the prompt's tokens that SGLang has read from a cache, loaded tokens included."""
     deadline_s: float = 0.0
-    """Latest start of a run, on the clock of Shadows."""
+    """Latest time at which a run may start, on the clock of `Shadows`."""
 
     @property
     def plan(self) -> PlanId | None:
@@ -250,7 +250,7 @@ class _Answer:
 
     @property
     def document(self) -> str:
-        """Digest of the tokens that were read and not computed."""
+        """Digest of the prompt's tokens with KV from a cache."""
         read = array("q", self.prompt_ids[: self.num_cached])
         return blake2b(read.tobytes(), digest_size=8).hexdigest()
 

@@ -200,7 +200,7 @@ class Lane:
             yield pieces
 
     def read(self, batch: Sequence[Piece]) -> list[tuple[Piece, bool]]:
-        """Read a batch's objects into their slots. Tell for each whether the backend had it."""
+        """Read a batch's objects into their slots. Return each, and whether the backend had it."""
         with self._calls:
             were_read = self._backend.read(*self._arguments(batch))
         return list(zip_longest(batch, were_read[: len(batch)], fillvalue=False))

@@ -60,7 +60,7 @@ MAX_SLOTS: Final = 64
 MAX_LANE_BYTES: Final = 16 << 20
 """Largest size of the memory for the slots of one lane, in bytes."""
 PART_BYTES: Final = 64 << 20
-"""Bytes of an entry that the writer thread writes at once. Then requests find these pages."""
+"""Bytes of an entry that the writer thread writes before requests can find these pages."""
 MAX_KNOWN_PAGES: Final = 1 << 18
 """Largest number of pages of the backend that the tree lists. Beyond this number the tree drops the
 coldest pages; a search may find them again."""
@@ -255,8 +255,8 @@ class HiCacheTier:
                 self._tree.remote.drop_in_slices(HICACHE, *self._lost_pages.pop())
 
     def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> Iterator[int]:
-        """Read all batches into the staging, and yield the number of bytes of each. If a fetch is
-        given up meanwhile, nothing more is read for it. Raises FetchError."""
+        """Read all batches into the staging, and yield the number of bytes of each. Stop if the
+        fetch is given up meanwhile. Raises FetchError."""
         lane = self._reading
         for batch in lane.batches(model, pages, staging.steps):
             staging.check()

@@ -79,8 +79,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explained(label: Label, page_tokens: int, profiles: Profiles) -> Explanation:
-    """Explain a request by repeating its decision, from the inputs in its label. Pure. Only
-    `profiles` may have changed since, by the drift guard."""
+    """Explain a request by repeating its decision, from the inputs in its label. Pure. The drift
+    guard may have changed `profiles` since."""
     seen, advice = label.considered, advice_on(label.provenance.outcome)
     demand = None if seen is None else seen.demand
     return Explanation(

@@ -45,7 +45,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     A scheme and a port are ignored, and no new connection is made. The header
     `x-vsr-kv-source-pod` sets it as well."""
     strategy: Strategy = Strategy.PIPELINED
-    """How loads and recompute share time. Used only with `gate: none`, for measurements."""
+    """Way in which loads and recompute share time. Used only with `gate: none`, to measure."""
 
     def requested(self, num_layers: int) -> Requested:
         """Return the sender and block that the request names. Raises ValueError."""

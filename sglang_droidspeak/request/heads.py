@@ -25,8 +25,8 @@ forgotten first."""
 
 
 class SharedHeads:
-    """Heads that the prompts so far have shown. All ranks note the same prompts in the same order.
-    Scheduler thread only."""
+    """Heads (first pages) that the prompts so far share. All ranks note the same prompts in the
+    same order. Scheduler thread only."""
 
     def __init__(self) -> None:
         self._next: Final[OrderedDict[PageHash, set[PageHash]]] = OrderedDict()

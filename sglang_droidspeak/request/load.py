@@ -57,7 +57,7 @@ class Copies:
         return stream
 
     def begin(self, index: int) -> None:
-        """Begin a batch's copies after all forwards so far. A forward that still runs may write the
+        """Let a batch's copies wait for all forwards so far. A running forward may still write the
         batch's slots."""
         self._events[index] = {}
         self._stream.wait_stream(self._device.current_stream())

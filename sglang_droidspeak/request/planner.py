@@ -62,7 +62,7 @@ _TAKES_WHAT_IS_THERE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan for one request, with the inputs of the choice."""
+    """A plan for one request, with the inputs of this choice."""
 
     plan: Plan
     is_experiment: bool
@@ -112,8 +112,7 @@ class Declined:
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of a plan without its link: seconds and bytes. Seconds are None while the device's speed
-    is unknown."""
+    """Cost of a plan without its transfer. Seconds are None while the device's speed is unknown."""
 
     num_tokens: int
     full_prefill_s: float | None
@@ -293,7 +292,7 @@ class Planner:
         return _patience(plan, demand, costs).saving_s
 
     def price(self, plan: Plan) -> Price:
-        """Predict the cost of a plan, without its link."""
+        """Predict the cost of a plan without its transfer."""
         costs, tokens = self.costs(()), self._server.page_size
         pages = Span(plan.pages.start * tokens, plan.pages.stop * tokens)
         e_bytes, kv_bytes = bytes_of(plan, costs)
@@ -366,7 +365,7 @@ class Planner:
         )
 
     def costs(self, locations: Collection[Location]) -> Costs:
-        """Costs of reading from these locations. Thread-safe."""
+        """Return the costs of reading from these locations. Thread-safe."""
         return Costs(
             kv_page_bytes=self._cache.family.kv_page_bytes,
             e_page_bytes=self._cache.family.e_page_bytes,

@@ -103,7 +103,7 @@ class Queue:
 
 
 def _displaces(req: Req, running: ScheduleBatch, scheduler: Scheduler) -> bool:
-    """Whether SGLang would preempt a running request for this one."""
+    """Whether SGLang would preempt a running request in favour of `req`."""
     if not scheduler.enable_priority_preemption:
         return False
     sign = 1 if scheduler.schedule_low_priority_values_first else -1

@@ -1,8 +1,8 @@
 """Hold back the ends of answers until peers can read the KV that was computed for them.
 
 SGLang inserts a request's KV when the request is finished, and then answers. A thread then copies
-the KV out and advertises it to peers. If a client's next request goes to another server and builds
-on this one, the client may ask for the answer to be sent last:
+the KV out and advertises it to peers. A client's next request may go to another server and build on
+this answer. Then the client may ask for the answer to be sent last:
 
     inserted ──► copied out ──► advertised ──► every peer says that it knows ──► answered
 """

@@ -87,7 +87,7 @@ class Request:
 
         self.planned: Planned | None = None
         self.own_pages: Sequence[PageHash] = ()
-        """Page hashes as SGLang names them in its own tree."""
+        """Hashes of the request's pages in SGLang's own tree."""
         self.match_s = 0.0
         """Seconds to hash, match and plan."""
         self.failure = ""

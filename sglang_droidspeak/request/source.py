@@ -85,7 +85,7 @@ class Source:
         return True
 
     def wait(self, step: Step) -> None:
-        """Block until a step has arrived. Raises FetchError if it will not."""
+        """Block until a step (KV or E of a layer) has arrived. Raises FetchError if it will not."""
         self.staging.wait(step)
 
     def read_e(self, layer: int, at: Span, into: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class InPool(Source):
 
 @dataclass(eq=False)
 class Sources:
-    """Factory of sources. Scheduler thread only."""
+    """Factory of the source of each plan's pages. Scheduler thread only."""
 
     server: ThisServer
     cache: Cache

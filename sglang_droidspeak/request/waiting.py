@@ -68,7 +68,7 @@ class WaitingRequests:
         self._asks = server.settings.hicache_backend is not None and self._ranks.is_first
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
-        """Plan new requests, forget requests that have left, and return the ids to hold back."""
+        """Plan new requests, forget requests that left, and return the ids of requests to hold."""
         self._is_decoding = is_decoding
         self._see_anew(queue, tree)
         requests = [self._known(req) or self._see(req, tree) for req in queue]

@@ -63,7 +63,7 @@ class MemoryShare:
     most_gb: float
 
     def of(self, memory_gb: float) -> float:
-        """Return the share of `memory_gb` in GiB, rounded down to tenths, within both limits."""
+        """Return the share of `memory_gb` in GiB, rounded down to tenths, within the limits."""
         share_gb = math.floor(10 * memory_gb / self.divisor) / 10
         return min(max(self.least_gb, share_gb), self.most_gb)
 

@@ -63,7 +63,7 @@ class ThisServer:
     """Profiles of lines of models: a model after an update may inherit their plans."""
     page_size: int
     e_width: int
-    """Columns of E on each rank."""
+    """Number of columns of E on each rank."""
     adapters: Mapping[Path, ModelId] | None
     """Model id of the base with each adapter that is loaded at start, by the adapter's folder. None
     if the server cannot serve adapters."""
@@ -129,8 +129,8 @@ class ThisServer:
 
     @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
-        """For every two models among the base and its adapters, the first layer at which they
-        differ. Reads the adapters' files once."""
+        """Return the first layer of difference of every two models among the base and its adapters.
+        Reads the adapters' files once."""
         if not self.has_blocks:
             return frozenset()
         num_layers = self.identity.num_layers
@@ -139,8 +139,7 @@ class ThisServer:
         return frozenset(layers - {0, num_layers})
 
     def _profiles_of(self, role: Literal["sender", "receiver"]) -> Iterator[PairProfile]:
-        """Yield the usable profiles in which this server's model, or an adapter on it, has this
-        role."""
+        """Yield the usable profiles with this server's model, or an adapter on it, in this role."""
         for profile in self.profiles:
             is_ours = getattr(profile, role) == self.identity or self.adapters is not None
             if is_ours and profile.is_usable:

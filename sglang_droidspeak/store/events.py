@@ -39,7 +39,7 @@ _HASH_BYTES: Final = 8
 
 
 class HostStored(BlockStored, tag="BlockStored"):  # type: ignore[call-arg]
-    """SGLang's event about stored pages, with two more fields. Other subscribers skip them."""
+    """SGLang's event about stored pages, with two more fields that other subscribers skip."""
 
     model: str = ""
     """Model id by content, as `droidspeak identity` prints it."""

@@ -1,4 +1,4 @@
-"""Note what SGLang inserts into its tree, for this server's other models, and copy it to the cache.
+"""Note what SGLang inserts into its tree, so that other models find it. Copy it to the cache.
 
 SGLang    checkpoint ─► offload, for each new node ─► its pages are noted in the pool's index
 thread                  └► KV and E out of the pool, layer after layer ─► the cache ─► peers
@@ -53,7 +53,7 @@ class Offload:
     pages: Sequence[PageHash]
     slots: torch.Tensor
     ready: Sequence[torch.cuda.Event]
-    """Events that the copy waits for: the forwards that write the slots. Empty off CUDA."""
+    """Events that the copy waits for, of the forwards that write the slots. Empty without CUDA."""
     event_tokens: EventTokens | None = None
     """Content of KV events about the node. None if events are off, or must not name the node."""
 
@@ -152,7 +152,7 @@ class Offloader:
         self.is_stopped = False
         """True once nothing more is to be stored."""
         self.storing: Offload | None = None
-        """Node that the thread stores now. Only this thread reads it."""
+        """Node that the offloading thread stores now. Only this thread reads the attribute."""
         self.num_put = 0
         """Number of nodes ever queued."""
         self.num_done = 0

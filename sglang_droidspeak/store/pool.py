@@ -199,8 +199,8 @@ class PoolIndex:
     def _noted(
         self, location: Location, model: ModelId, pages: Sequence[PageHash]
     ) -> tuple[int, int]:
-        """Return how many leading pages have a note, and how many of these have E as well. Both
-        notes count as used."""
+        """Return how many leading pages have a note, and how many of these have a note of E as
+        well. This counts as a use of the notes."""
         num_kv, *with_e = (
             self._tree.remote.reach(location, model, pages, part, is_use=True)
             for part in (KV, *self._e_parts)

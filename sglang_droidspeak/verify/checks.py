@@ -217,7 +217,7 @@ def reuse(run: Run) -> Iterator[Check]:
 
 
 def _shared_answer(run: Run, prompt: Prompt, **controls: str) -> Answer:
-    """The receiver's answer, after the sender has read the document."""
+    """Return the receiver's answer, after the sender has read the document."""
     salt = new_salt()
     ask(run.sender, prompt.prefix, salt, **PUBLISH)
     return ask(run.receiver, prompt.prefix + prompt.suffixes[0], salt, **controls)
