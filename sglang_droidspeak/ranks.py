@@ -11,8 +11,8 @@ rank has to run the same forwards. So in each round of scheduling with waiting r
 Layers sum over all ranks. So a rank that fails has to say so before the others begin a layer. A
 rank that fails within a layer, or while E is gathered, ends the server: the others already wait for
 it in the next sum. It cannot join the remaining sums with dummy values, because only SGLang's
-layers know their number: they fuse some with the next kernel, depending on sizes and device. After
-one sum too many or too few, ranks would add values of different sums.
+layers know their number. They fuse some sums with the next kernel, depending on sizes and device.
+After one sum too many or too few, ranks would add values of different sums.
 
 SGLang's radix trees and the data per slot are equal on all ranks without messages. The condition is
 that all ranks use the trees in the same order. A lookup that changes nothing may run on one rank.

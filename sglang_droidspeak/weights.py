@@ -52,8 +52,8 @@ class WeightUpdates:
     _changed: Callable[[], object]
     """Function that is called when an update begins, before its first write."""
     _known: Callable[[ModelIdentity, Weights, str], object]
-    """Function that is called once all ranks know the new weights: with the model, its weights, and
-    its folder's name (empty if no folder was loaded)."""
+    """Function that is called once all ranks know the new weights. It takes the model, its weights,
+    and its folder's name (empty if no folder was loaded)."""
     _reading: Future[Weights] | None = field(default=None, init=False)
     """Weights after the last update, while a thread reads them. On all ranks, or on none."""
     _folder: str = field(default="", init=False)

@@ -121,8 +121,8 @@ def use(
 
 
 def namespace_of(req: Req) -> str:
-    """Return the namespace of the model that answers: the adapter's id, the token at which an
-    activated adapter begins to act, and the mark of an update of weights."""
+    """Return the namespace of the model that answers. It has the adapter's id, the token at which
+    an activated adapter begins to act, and the mark of an update of weights."""
     at = invoked_at(req)
     name = (req.lora_id or "") if at is None else f"{req.lora_id}@{at}"
     return name + getattr(req, _WEIGHTS, _FIRST)[1]

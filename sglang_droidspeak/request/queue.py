@@ -81,7 +81,7 @@ class Queue:
         """Deduct the cost of recompute and copies from a step's budget of tokens, as SGLang deducts
         tokens that it replays.
 
-        A step's first request is never refused: budget remains for at least one chunk of its new
+        A step's first request is never refused. Budget remains for at least one chunk of its new
         tokens, or for all of them if no request decodes.
         """
         charge = self._waiting.step_tokens(req.rid, prefix_len - req.prefix_len)

@@ -126,8 +126,8 @@ def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
 
 
 def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> int:
-    """Return the device bytes of one rank that recomputes, loads and offloads take beside the
-    pools: maps, buffers of E, and buffers for encoding and decoding."""
+    """Return the device bytes that recomputes, loads and offloads take on each rank beside the
+    pools. They hold maps, buffers of E, and buffers for encoding and decoding."""
     identity = server.identity
     heads = max(1, identity.num_kv_heads * server.e_width // identity.hidden_size)
     buffered = server.e_width if server.has_blocks else 0

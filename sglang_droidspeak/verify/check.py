@@ -6,7 +6,7 @@ import msgspec
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one check, and a remedy."""
+    """Result of one check, with a remedy."""
 
     name: str
     ok: bool
