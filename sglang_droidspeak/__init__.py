@@ -11,7 +11,15 @@
 Each folder imports only folders above it. SGLang calls `plugin` when a process starts, and `linker`
 in every step. These two connect the folders. `cli`, `demo` and `fleet` are commands.
 
-docs/glossary.md explains the words of all docstrings, such as E (the values that enter a layer).
+docs/glossary.md explains most words, such as E: the values that enter a layer. Some more words:
+
+    rank       one process of a server with tensor parallelism: it has a part of each layer
+    slot       place of one token's KV in SGLang's KV pool on the device
+    staging    host memory that a fetch fills
+    tier       a place that stores pages: host memory, disk, or a backend of HiCache
+    head       first pages that many prompts share
+    shadow     comparison of an answer with an exact run
+    line       models of which each was trained from the one before; later models inherit a plan
 """
 
 __version__ = "0.1.0"

@@ -165,7 +165,7 @@ class Models:
         return None if loaded is None or self.unknown else loaded.model_id
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
-        """Return an adapter's invocation. Empty if the adapter acts from the start."""
+        """Return an adapter's invocation tokens. Empty if the adapter acts from the start."""
         return self._invocations.get(lora_id, ())
 
     def is_reading(self, lora_id: LoraId) -> bool:

@@ -54,7 +54,8 @@ def write_json(report: DemoReport, path: Path) -> None:
 
 
 def table_of(report: DemoReport) -> Table:
-    """Table of the pair, with a row per condition. The ceiling is a line below."""
+    """Return a table of the pair, with a row per condition. A line below it has the random
+    weights."""
     pair = report.pair
     table = Table(
         title="One receiver, several ways to read a document that another model has read",

@@ -200,10 +200,9 @@ class QualityCheck(msgspec.Struct, frozen=True):
 def check_quality(samples: Samples, profile: PairProfile) -> QualityCheck:
     """Judge the block by documents. A document counts as the mean of its questions.
 
-    A loss beyond the tolerance fails the demo if it is clear. Suppose that the block loses exactly
-    the tolerance: at most 5 % of demos may then show as large a loss by chance. Hoeffding's bound
-    (1963, theorem 1) says so for independent documents of any scatter. Documents that gain count as
-    a loss of 0.
+    A loss beyond the tolerance fails the demo if it is clear. If the block lost exactly the
+    tolerance, a clear loss would appear in at most 5 % of demos. This is Hoeffding's bound (1963,
+    theorem 1), for independent documents of any scatter. Documents that gain count as a loss of 0.
     """
     qualities: dict[int, list[tuple[float, float]]] = {}
     full, block = samples[Condition.FULL_PREFILL], samples[Condition.BLOCK]

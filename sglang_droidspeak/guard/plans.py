@@ -183,7 +183,7 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: PlanId
     tv: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    """Total variation."""
+    """Distance between answer and exact run: the mean total variation."""
     document: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Digest of the tokens with reused KV. If empty, the request is a document of its own."""
     hour: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0

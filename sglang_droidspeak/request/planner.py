@@ -142,8 +142,8 @@ class Planner:
     """Pairs that may inherit a line's plan, with their states (`WatchedPair.state`)."""
     _heads: SharedHeads = field(default_factory=SharedHeads, init=False)
     off: str = field(default="", init=False)
-    """Outcome of every request after droidspeak was turned off until the next start:
-    `loader_failed`. Empty before."""
+    """Outcome of every request since droidspeak turned itself off: `loader_failed`. Empty
+    before."""
 
     def __post_init__(self) -> None:
         self.profiles = dict(index_profiles(self._server.profiles))

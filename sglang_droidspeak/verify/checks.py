@@ -60,7 +60,7 @@ class Run:
     block: str | None
     """Layers to recompute if the server does not reuse because full prefill is as fast."""
     answers: list[Pair] = field(default_factory=list)
-    """Answers to each prompt, filled by `reuse`."""
+    """Answers to each prompt, filled in by the check `reuse`."""
 
     @property
     def reused(self) -> list[Pair]:
