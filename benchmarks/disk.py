@@ -131,7 +131,7 @@ def compare(files: Files) -> None:
 
 
 def measure(files: Files, repetitions: int) -> Iterator[dict[str, Any]]:
-    """Measure a row for each question."""
+    """Measure writes, warm reads and cold reads, and yield a row for each."""
 
     def row(what: str, plain: Work, store: Work, prepare: Work = lambda: None) -> dict[str, Any]:
         contenders = {"plain": plain, "store": store}

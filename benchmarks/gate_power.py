@@ -88,8 +88,8 @@ def _drawn(
     loss: float | None,
     is_lost: NDArray[np.bool_],
 ) -> Sample:
-    """Draw right and wrong answers. The plan loses `loss` of full prefill's quality question by
-    question (None: nothing), and all questions of the contexts that `is_lost` marks."""
+    """Draw right and wrong answers. The plan loses a share `loss` of full prefill's quality by
+    single questions (None: nothing), and all questions of contexts that `is_lost` marks."""
     full, plan = [], []
     for count, lost in zip(counts, is_lost, strict=True):
         right = rng.random(count) < FULL

@@ -1,5 +1,4 @@
-"""How much faster is the first token if the prefix's KV is another model's, and what limits the
-gain?
+"""How much faster is the first token over another model's KV, and what limits the gain?
 
     python -m benchmarks.partial_prefill [--documents 7] [--dtype float32] [--codec none]
 

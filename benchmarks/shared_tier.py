@@ -70,7 +70,7 @@ def storage(name: str, folder: Path) -> Iterator[Settings]:
 
 
 def measured(name: str, folder: Path, num_documents: int) -> dict[str, Any]:
-    """Measure one storage."""
+    """Measure fetches from one storage, beside full prefills."""
     with storage(name, folder) as settings:
         setup = Setup(
             num_shared=NUM_SHARED,

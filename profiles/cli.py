@@ -39,8 +39,7 @@ _VERDICT: Final = (
 
 
 class _Actions(argparse._SubParsersAction):
-    """Refuses flags that precede the action: argparse would replace them by the action's
-    defaults."""
+    """Refuses flags before the action, which argparse would replace by the action's defaults."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any

@@ -18,8 +18,8 @@ from profiles.stats.choice import baselines
 from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
 DECODED_SHARE: Final = 0.3
-"""Expected share of a promising plan's answers that differ from full prefill's. The same share of
-drafts is expected to differ from full prefill's answers."""
+"""Expected share of a promising plan's answers that differ from full prefill's. Drafts are expected
+to differ from full prefill's answers as often."""
 SAID_TWICE: Final = 1.2
 """Both forecasts are shown if answers that do not stop take this many times longer."""
 STEPS: Final = 5

@@ -69,7 +69,7 @@ def conversations(idle: Idle, say: Say) -> Found:
 
 
 def replayed(idle: Idle, say: Say) -> Found:
-    """Replay a trace, in less time and with shorter prompts; the sender has read all of them.
+    """Replay a trace, in less time and with shorter prompts. The sender has read all prompts.
 
     A replica's own cache may also have the beginning of a prompt, as in SGLang alone.
     """

@@ -42,8 +42,7 @@ class Answerer:
     room: Room
 
     def answer(self, document: Document, kv: PrefixKV) -> list[Tokens]:
-        """Return greedy answers to all questions of the document, over its KV `kv` at all
-        layers."""
+        """Return greedy answers to all questions of the document, over its KV at all layers."""
         mixture = (0,) * self.model.num_layers
         asked = [Asked(mixture, it.suffix, it.draft) for it in document.questions]
         return self.answer_all(document, [kv], asked)

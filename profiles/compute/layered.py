@@ -161,7 +161,7 @@ class LayeredModel:
     def _run(
         self, hidden: Tensor, layers: Span, e_layers: Collection[int]
     ) -> tuple[dict[int, KV], dict[int, Tensor]]:
-        """Return KV of `layers` and E, by layer. The last layer computes only its keys and
+        """Return `layers`' KV, and E, by layer. The last layer computes only its keys and
         values."""
         made, e = {}, {}
         for layer in layers:

@@ -54,8 +54,7 @@ class Bench:
     """The receiver's answers by full prefill, by document. Another pair with the same receiver may
     have made them."""
     pairs: Mapping[Task, tuple[Answerer, Answerer]] = field(default_factory=dict)
-    """Sender and receiver by task, for a line of models. Other tasks use `sender` and
-    `receiver`."""
+    """Models by task, for a line of models. Other tasks use `sender` and `receiver`."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
     """Function that is called after each step. Its second argument is True if the step was measured
     now, and False if the journal had its result."""

@@ -123,8 +123,7 @@ def _model(role: str, name: str, work: Path, loras: bool) -> list[str]:
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the words before `--`. Words behind it are flags of `droidspeak distill` or
-    `profile`."""
+    """Parse the words before `--`. Words behind it are flags of another command."""
     end = words.index("--") if "--" in words else len(words)
     made = parser()
     args = made.parse_args(words[:end])
