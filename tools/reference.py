@@ -197,8 +197,8 @@ def proof() -> str:
     text += (
         f"\nThe pair's profile judged this block on {contexts} other documents. There it loses "
         f"{words.bound(plan)} of the quality at most, with 95 % confidence. A server "
-        f"chooses the block itself for prompts of up to {profile.measured_tokens:,} tokens: many "
-        "of these documents are that long. In this run, each request names the block.\n"
+        f"chooses the block itself for prompts of up to {profile.measured_tokens:,} tokens, about "
+        "the length of these documents. In this run, each request names the block.\n"
     )
     if ceiling is None:
         return text
