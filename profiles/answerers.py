@@ -68,6 +68,7 @@ def time_costs(
     left = positions - 2 * num_suffix
     lengths, others = choose_lengths(longest, left, settings.page_size, role)
     budget_s = settings.timing_seconds
+    console.print(f"timing the {role}, to forecast all that follows", highlight=False)
 
     def measure() -> CostModel:
         done_s = 0.0

@@ -147,7 +147,7 @@ def profile_pair(
     bench = Bench(sender=sender, receiver=receiver, journal=journal, answers=answers, pairs=by_task)
     watched = Watched(bench, forecast, console)
     steps = sweep_steps(train.documents, blocks, pair.num_layers, pruned=settings.pruned)
-    swept = watched.measure("training", TRAIN, train.documents, steps)
+    swept = watched.measure("measuring", TRAIN, train.documents, steps)
     places = places_swept(train.documents, pruned=settings.pruned)
     first = Data(files=(), documents=[train.documents[it] for it in places])
     for task in split_of(first, swept).tasks:

@@ -248,7 +248,7 @@ def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
     status, said = run(*args, "--e-correction")
     assert status == 1
     assert "contexts are both in --fit-data and among those that judge" in said
-    assert "training" not in said, "nothing was computed"
+    assert "measuring" not in said, "nothing was computed"
     status, said = run(*args)
     assert status == 1
     assert "--fit-data is given without --e-correction" in said
@@ -276,7 +276,7 @@ def test_sweep_without_a_right_answer_says_so(few, tmp_path):
     lines = said.splitlines()
     (place,) = (i for i, it in enumerate(lines) if it.startswith("the receiver alone answers no"))
     assert lines[place].endswith("right so far; check data, template and metric")
-    assert lines[place - 1].startswith("training") and lines[place + 1].startswith("choosing")
+    assert lines[place - 1].startswith("measuring") and lines[place + 1].startswith("choosing")
 
 
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):
@@ -287,9 +287,10 @@ def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch
     assert status == 0, said
     lines = said.splitlines()
     summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 3 blocks"))
-    training = next(i for i, line in enumerate(lines) if line.startswith("training"))
+    measuring = next(i for i, line in enumerate(lines) if line.startswith("measuring"))
     assert "6 contexts, about" in lines[summary]
-    assert summary < training
+    assert lines.index("timing the receiver, to forecast all that follows") < summary
+    assert summary < measuring
     assert f"wrote {tmp_path / 'pair.json'}" in said
     profile = read_measured(tmp_path / "pair.json")
     assert [(it.start, it.stop) for it in profile.measured] == [(0, 6), (0, 12), (6, 12)]
