@@ -29,7 +29,7 @@ def require_peft() -> None:
         if find_spec(name) is None:
             raise ConfigError(
                 f"droidspeak distill trains with {name}, which is not installed; install it: "
-                "pip install 'sglang-droidspeak[train]'"
+                "pip install '/path/to/this/checkout[train]'"
             )
 
 

@@ -244,4 +244,4 @@ def test_without_peft_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "peft", None)
     status, said = run(*flags(base, prompts, tmp_path / "out"), "--adapter", teacher)
     assert (status, said.count("\n")) == (1, 1)
-    assert "pip install 'sglang-droidspeak[train]'" in said
+    assert "pip install '/path/to/this/checkout[train]'" in said
