@@ -5,6 +5,7 @@ Rates are measured in seeded simulations, in which the true loss is known.
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +194,19 @@ def test_the_number_of_contexts_that_a_pair_needs_is_enough_and_not_far_from_it(
     assert contexts_needed(*rare(0.0)(np.random.default_rng(3), 5), TOLERANCE) == 71
     assert contexts_needed(*rare(1.0)(np.random.default_rng(3), 5), TOLERANCE) is None
     assert contexts_needed([[1.0]] * 5, [[1 - TOLERANCE]] * 5, TOLERANCE) is None
+
+
+def test_half_of_the_contexts_of_the_documented_trial_can_prove_a_plan():
+    page = (EXAMPLES.parent / "docs/profiles.md").read_text()
+    (num_contexts,) = map(int, re.findall(r"(\d+) contexts with one question each", page))
+    (tolerance,) = map(float, re.findall(r"--plans 2 --tolerance (\S+)", page))
+    assert loss_bound([[0.9]] * (num_contexts // 2), [[0.9]] * (num_contexts // 2)) <= tolerance
+    assert f"accepts a loss of {100 * tolerance:.0f} %" in page
+
+
+def test_twice_the_tolerance_needs_half_as_many_contexts():
+    needed = [contexts_needed([[1.0]], [[1.0]], it * TOLERANCE) for it in (1, 2, 4)]
+    assert needed == pytest.approx([needed[0], needed[0] / 2, needed[0] / 4], abs=1)
 
 
 def test_the_number_of_contexts_is_what_the_mixture_of_bets_needs_and_none_more():
