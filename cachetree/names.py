@@ -12,7 +12,7 @@ from cachetree.ids import ModelId
 MAX_NAME: Final = 64
 """Largest number of characters of a name. The characters after them are cut off."""
 MAX_HEARD: Final = 1024
-"""Largest number of models that may take their name from a peer."""
+"""Largest number of models with names that peers have told."""
 
 _ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _ODD: Final = re.compile(r"[^\w./:@+-]")

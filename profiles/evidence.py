@@ -346,9 +346,9 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     pruned: bool
     """True if only blocks on the frontier of work against KL were decoded."""
     prefix_passes: int
-    """Number of passes over a context's prefix, by both models, for all splits and baselines. A
-    receiver's pass runs from some layer to the last. Passes repeated after an interruption
-    count."""
+    """Number of forward passes over prefixes of contexts: the sum of both models, of the two splits
+    of the data, and of the baselines. A receiver's pass may begin at a later layer. Passes that
+    were repeated after an interruption count."""
     sweep_passes_per_context: int
     """Number of passes over one training context that measured all blocks."""
     elapsed_s: float

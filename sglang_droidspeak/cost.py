@@ -122,7 +122,8 @@ class Fit:
         self._cost: PrefillCost | None = None
 
     def add(self, tokens: Iterable[Span], seconds: float) -> _Pass:
-        """Add one pass over these tokens of one or more prompts. `seconds` is per layer."""
+        """Record a measured forward pass over the `tokens` of one or more prompts. `seconds` is its
+        time for each layer."""
         new = _Pass.over(tokens, seconds)
         if self._cost is not None:
             self._margin.add(new.of(self._cost), 1.0)
@@ -223,7 +224,7 @@ class Meter:
         self._by_model: Final[dict[object, _Latest]] = {}
         """Latest forwards of each model. A forward with requests of several models is left out."""
         self._lock: Final = threading.Lock()
-        """Guards both fits and `_by_model`."""
+        """Guards `_forwards`, `_blocks` and `_by_model`."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
         """Passes on the device with times that are not yet read, the oldest first."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)

@@ -238,7 +238,8 @@ class _Loading:
 def _read_tensor(
     weights: Weights, name: str, layout: Layout, content: torch.Tensor
 ) -> tuple[str, Sketch | None]:
-    """Return the digest of a tensor, and its sketch if `weights` have sketches."""
+    """Return the digest of a tensor. Return its sketch, too, if `weights.sketches` is not None: a
+    few numbers that tell how far two tensors are apart."""
     raw = memoryview(content.contiguous().reshape(-1).view(torch.uint8).numpy())
     sketch = None if weights.sketches is None else sketch_of(name, layout[0], raw)
     return bytes_digest(*layout, raw), sketch

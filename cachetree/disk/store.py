@@ -153,7 +153,7 @@ class DiskStore:
     # Writing.
 
     def num_fitting(self, change: Change) -> int:
-        """Number of the change's pages that fit into one file."""
+        """Return how many pages of `change` fit into one file."""
         page_bytes = files.page_bytes_of(Layout.of(self.family, 1, change.part))
         return max(1, self._max_file_bytes // page_bytes)
 

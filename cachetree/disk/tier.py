@@ -218,8 +218,8 @@ class DiskTier:
                 return
 
     def _promote_file(self, file: DiskFile, asker: Asker = NO_PEER) -> bool:
-        """Read a file's pages into memory. Their parent page is there already. Return False if that
-        fails."""
+        """Read a file's pages into memory. Their parent page must be in memory already. Return
+        False if that fails."""
         with self._behind.moves:
             is_here = self._bring(file, asker)
             if is_here:

@@ -72,7 +72,8 @@ class Pool(Protocol):
     """Memory that slabs are taken from. Thread-safe."""
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
-        """Lend writable bytes for each part; raises NoRoom, or Torn."""
+        """Lend writable bytes for each of `parts`. Raises NoRoom if too few bytes are free, and
+        Torn if the free memory is fragmented."""
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
         """Return these bytes of the loan. They are lent again once no view of the loan taken before

@@ -46,8 +46,8 @@ _MAX_WAITING: Final = 1 << 16
 _MAX_GIVEN_UP: Final = 1 << 13
 """Largest number of evicted entries that are remembered."""
 _PART_BYTES: Final = 64 << 20
-"""Largest number of bytes of one fetch. A larger entry takes several fetches. After each fetch, its
-pages can be read."""
+"""Largest number of bytes that are fetched at once. A larger entry is fetched in several parts, and
+each part can be read as soon as it is here."""
 _PART_S: Final = 0.25
 """Largest number of seconds of one fetch under a limit of the rate, unless one page takes
 longer."""

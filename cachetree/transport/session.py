@@ -66,8 +66,8 @@ class Session:
         """Fetches that the disk has answered. For each, the function that continues the fetch, and
         the function that releases its pages. Any thread appends."""
         self._num_promotions = 0
-        """Number of questions to the disk that are not answered yet. Questions of cancelled fetches
-        count, too."""
+        """Number of fetches that wait until their pages are read from disk into memory. Cancelled
+        fetches count, too."""
         self._wake = wake
         self._last_id = 0
 

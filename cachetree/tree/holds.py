@@ -114,8 +114,9 @@ class Reservation(Hold):
         self._is_open = True
 
     def views(self, step: Step) -> list[memoryview]:
-        """Return the writable memory of one step: `len(pages) * family.page_bytes(step.kind)`
-        bytes, usually in one run. Each run has whole pages."""
+        """Return the writable memory for one layer's KV, or one layer's E. It has `len(pages) *
+        family.page_bytes(step.kind)` bytes, usually in one contiguous view. Each view has whole
+        pages."""
         self._require_open()
         return self.slab.views(step, Span(0, len(self.pages)))
 

@@ -200,7 +200,8 @@ class CacheTree:
             return self._trie.find_local((model, part), page) is not None
 
     def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[Change]:
-        """Return the local entries from the root to the one with `page`, as additions in order."""
+        """Return the local entries from the root to the entry with `page`, the root's first. Each
+        is the `Change` that would add it."""
         key = (model, part)
         with self._lock:
             nodes = nodes_to(self._trie.find_local(key, page))

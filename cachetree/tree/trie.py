@@ -254,10 +254,11 @@ class PageTrie:
             yield top
 
     def cover(self, parent: Place | None, pages: Sequence[PageHash], is_own: Has) -> list[Node]:
-        """Return nodes with exactly `pages` directly after `parent`. Split or make nodes as needed.
+        """Return the chain of nodes directly after `parent` that holds `pages` and no other page.
+        Split or make nodes as needed.
 
-        The nodes end before a page that repeats an earlier one. They also end before a page of
-        another node for which `is_own` is true.
+        The chain ends early before a page that is in `pages` twice. It also ends before a page that
+        another node has, if `is_own` is true for that node.
         """
         if not pages:
             return []

@@ -104,7 +104,8 @@ class Examination:
     def examine(
         self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> list[tuple[Score, ...]]:
-        """Return a score for each mixture and question. Scores include qualities if `is_decoded`.
+        """Return a score for each mixture and question. A mixture names the model that each layer's
+        KV comes from. If `is_decoded`, answers are decoded, and scores include their qualities.
 
         Raises ConfigError if logits are not finite.
         """

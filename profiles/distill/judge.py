@@ -75,7 +75,8 @@ class Judge:
         return scored_lessons
 
     def curve(self) -> list[CurvePoint]:
-        """Return a point for every step at which all of the first lessons were scored."""
+        """Return the learning curve: one point for every training step at which all of the first
+        `NUM_SHOWN` held-out contexts were scored."""
         shown = range(min(NUM_SHOWN, len(self._lessons)))
         steps = sorted({step for step, _ in self._known})
         return [

@@ -78,8 +78,8 @@ def lessons_of(
     invocation: Invocation,
     max_prompt_tokens: int,
 ) -> list[Lesson]:
-    """Make a lesson for every context. Raises RecordError for a prompt in which the adapter might
-    act at another place."""
+    """Make a lesson for every context: its questions, with the place from which the adapter acts.
+    Raises RecordError for a prompt in which a server might find another place."""
     records = {it.name: it for source in sources for it in source.records}
     documents = make_documents(sources, tokenizer, page_size=1, max_prompt_tokens=max_prompt_tokens)
     lessons = []

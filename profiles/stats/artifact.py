@@ -363,7 +363,8 @@ def _shown(findings: Findings) -> Shown:
 
 
 def _few(findings: Findings) -> list[Document]:
-    """Return the documents that measure baselines, and plans that the gate does not try."""
+    """Return the documents on which baselines are measured. Plans that the gate does not try are
+    measured on them, too."""
     documents = findings.held_out.documents
     return [documents[it] for it in first_of_each_task(documents, NUM_SHOWN)]
 

@@ -10,8 +10,8 @@ VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-"""Function that hashes pages. We hook it in a module that only imports it. The JSON file names the
-module that defines it."""
+"""SGLang's function that hashes pages. This is the name at which we hook it: this module only
+imports the function. `v0_5_23.json` names the module that defines it."""
 
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"

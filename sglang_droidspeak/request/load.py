@@ -191,7 +191,8 @@ class Load:
                 self.is_good = False
 
     def wait_staged(self, deadline: Deadline) -> FetchError | None:
-        """Block until every layer is staged. If a layer is not staged in time, return the error."""
+        """Block until every layer is staged. Return None, or the error if a layer is not staged in
+        time."""
         if self.error is not None or not self.is_good:
             return self.error or FetchError("a layer could not be copied")
         staging = self.source.staging

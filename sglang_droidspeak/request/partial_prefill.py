@@ -75,7 +75,8 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
 
 
 class PartialPrefill:
-    """Run the block forwards of one model runner. Scheduler thread only."""
+    """Recompute the blocks of requests, by forward passes of one model runner. Use it on the
+    scheduler thread only."""
 
     def __init__(self, attachment: Attachment, max_tokens: int, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -357,8 +357,9 @@ def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None
 
 
 def check_stored_type(weights: Weights, served: str) -> None:
-    """Refuse a server with lines if its checkpoint has another type than the served weights:
-    rounding would change the distances of models. Types are names of safetensors."""
+    """Refuse the setting `lines` if the checkpoint has another dtype than the served weights:
+    rounding would change how far the models of a line are apart. `served` is a dtype as safetensors
+    names it, such as `BF16`."""
     for name, (stored, _) in weights.layouts.items():
         if stored != served:
             raise ConfigError(

@@ -93,8 +93,9 @@ class Attachment:
     """Maps that correct E, by digest, on the device in the model's dtype."""
 
     def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate two buffers for E of one recompute's tokens: this rank's columns, and all
-        columns after correction. A buffer is empty if the server does not need it."""
+        """Allocate two buffers for the E of the tokens that one request recomputes. The first is
+        for this rank's columns, the second for all columns of corrected E. A buffer is empty if the
+        server does not need it."""
         rows, hidden = self.e_pool.no_rows, self.server.identity.hidden_size
         e = rows.new_empty(num_tokens if self.stack is not None else 0, rows.shape[1])
         return e, rows.new_empty(num_tokens if self.corrections else 0, hidden)

@@ -64,7 +64,7 @@ class HostEvents:
 
     def about(self, req: Req, start: int, stop: int) -> EventTokens | None:
         """Return the content of an event about a request's tokens [start, stop). None if they must
-        not be published. Scheduler thread."""
+        not be published. Call it on the scheduler thread."""
         adapter = self._adapters.get(req.lora_id) if req.lora_id else None
         is_unknown = req.lora_id and adapter is None
         is_secret = req.cache_salt or prefixes.tenant_of(req) is not None

@@ -36,9 +36,10 @@ def reader_of(address: Location) -> Iterator[Cache]:
 
 
 def settle(worker: Cache, num_pages: int) -> None:
-    """Wait until this many pages are on disk with their E, and only pins hold pages.
+    """Wait until this many pages are on disk with their E, and nothing but pins keeps pages.
 
-    The disk gets E after its KV. E that memory evicts between the two would never be written.
+    The disk writes a page's KV first, and its E later. If memory evicted the E before that, it
+    would never be written.
     """
     eventually(lambda: worker.status().disk.num_bytes >= num_pages * PAGE_TOTAL)  # type: ignore[union-attr]
     eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]

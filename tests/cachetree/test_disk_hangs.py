@@ -49,7 +49,7 @@ def with_disk(path: Path) -> Iterator[tuple[Cache, SkewedClock]]:
 
 @contextlib.contextmanager
 def hanging(files: Sequence[Path]) -> Iterator[None]:
-    """Let reads of these files hang until the end of the block."""
+    """Let reads of these files hang until the end of the `with` statement."""
     for file in files:
         file.unlink()
         os.mkfifo(file)  # Opening it waits for a writer.

@@ -355,8 +355,9 @@ def test_one_length_of_fetches_tells_no_round_trip():
 
 
 @pytest.mark.parametrize("num_short", [0, 1, 3])
-def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short):
-    """The stalled fetch may be a sample while the short fetches before it are samples no more."""
+def test_one_fetch_that_stalled_before_its_first_byte_moves_neither_delay_nor_rate(num_short):
+    """Both are estimated from the last fetches. After more fetches, the stalled one is still among
+    them, and the short ones before it are not."""
     bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
     for num_mb in [100] * 14 + [1] * num_short:
         bandwidth.note(num_mb * mb, 0.0005 + num_mb * 0.001, None)

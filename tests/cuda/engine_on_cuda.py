@@ -146,9 +146,10 @@ class Part:
 
 
 class Engine:
-    """A model runner that has been moved to the device, under the product's own linker.
+    """A model runner that has been moved to the device, with this package's hooks.
 
-    SGLang's streams are `schedule`, on which the scheduler's thread prepares, and `forwards`.
+    SGLang has two streams. On `schedule` the scheduler's thread prepares batches, and on `forwards`
+    the model computes them.
     """
 
     def __init__(self, runner, model, e_layers, cuda, recompute):
@@ -260,7 +261,7 @@ class Engine:
         runner.shared_read_done_event = None  # The scheduler's thread takes it.
 
     def _forward_of_runner(self, forward: ForwardBatch) -> None:
-        """Replace ModelRunner.forward, which is the method that runs without CUDA graphs."""
+        """Compute a batch in place of `ModelRunner.forward`, without CUDA graphs."""
         runner = self.runner
         context = ForwardContext(attn_backend=runner.attn_backend)
         with forward_context(context, forward_batch=forward):

@@ -30,7 +30,7 @@ class Source:
         self.staging = SimpleNamespace(num_bytes=4 * WIDTH, is_complete=True)
 
     def wait(self, _step: object) -> None:
-        """Return at once: the row is there."""
+        """Return at once: this stand-in for a fetch has all bytes from the start."""
 
     def copy(self, _layer: int, _at: Span, slots: torch.Tensor) -> int:
         row = torch.frombuffer(self.memory, dtype=torch.float32).to("cuda", non_blocking=True)

@@ -142,7 +142,8 @@ class _OnDevice(TorchDispatchMode):
 
 @dataclass
 class VirtualCuda:
-    """One device, and a context; threads that start inside it are on it, too."""
+    """One simulated device, used in a `with` statement. Threads that start inside the statement use
+    this device, too."""
 
     drop: Line | None = None
     """Fence that does nothing, if any."""

@@ -127,7 +127,8 @@ def _receive(calls: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _serve(calls: socket.socket) -> None:
-    """Fork for each call, and return in the fork only."""
+    """Fork a child for each call that arrives. Return only in the child: the parent waits for
+    calls."""
     while call := (received := _receive(calls))[0]:
         if "ended" in call:
             _, status = os.waitpid(call["ended"], 0)

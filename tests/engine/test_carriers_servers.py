@@ -1,6 +1,7 @@
-"""KV and E from a disk, from a cluster's storage or from an adapter's slots equal the oracle.
+"""Answers from KV and E that come from a disk, from a cluster's storage, or from the slots of
+another adapter equal the oracle's: those of a slow computation without servers.
 
-The plans correct E, so that an answer is right only if E arrived as it was stored.
+The plans correct E. So an answer is right only if E arrived as it was stored.
 """
 
 from __future__ import annotations

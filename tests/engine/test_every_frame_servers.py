@@ -150,7 +150,7 @@ def test_the_worker_is_killed_between_any_two_frames(rig, frames):
 
 
 def test_the_worker_is_restarted_between_any_two_frames(rig, frames):
-    """A worker that is back in time sends the rest from its disk."""
+    """A worker that has restarted before the deadline sends the rest from its disk."""
 
     def kill_and_restart() -> None:
         rig.shelf.kill()

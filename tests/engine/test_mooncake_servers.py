@@ -1,5 +1,5 @@
-"""The example's fleet over Mooncake's own master: reads across models, and processes that are
-killed."""
+"""The fleet of `examples/mooncake.yaml`, with a real Mooncake master: models read each other's
+pages, and processes are killed."""
 
 from __future__ import annotations
 

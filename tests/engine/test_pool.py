@@ -1,5 +1,5 @@
-"""Notes about the pages in SGLang's pool, and requests that wait for one another. No server
-runs."""
+"""Tests of the notes that this package keeps about pages in SGLang's pool, and of requests that
+wait for one another. No server runs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ QUALITIES = [1.0] * NUM_SHOWN + [0.0] * NUM_SHOWN
 
 def measured(*plans: Candidate, some: tuple[Candidate, ...] = ()) -> Measured:
     """Return measurements in which all plans are as good as full prefill. The plans in `some` were
-    measured only on the contexts that are shown."""
+    measured only on the first `NUM_SHOWN` contexts."""
     scores = [[Score(kl=0.0, tv=0.0, quality=it)] for it in QUALITIES]
     return Measured(
         sender=[[0.0]] * len(QUALITIES),

@@ -35,7 +35,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_packages(path: Path, part: str) -> list[Package]:
-    """Read the records of a part, in the file's order."""
+    """Read the Debian packages of one of `PARTS` of the data, in the file's order."""
     lines = path.read_bytes().splitlines()
     packages = (msgspec.json.decode(line, type=Package) for line in lines)
     return [it for it in packages if it.part == part]
