@@ -67,7 +67,8 @@ TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
 FETCHES = (0, 1, 4, 16)
 FRAME_BYTES = PeerConfig().frame_bytes
 NUM_LOOKS = 32
-"""Number of frames of a fetch after which we check its progress. A server checks at each frame."""
+"""How many times we check the progress of a fetch, each time after another frame. A server checks
+after every frame."""
 RATE_S = 0.2
 """Seconds that a fetch runs before its rate counts, as in `sglang_droidspeak.request.arrivals`."""
 FAR = Location("tcp://far:1")

@@ -10,12 +10,13 @@ There the base has read the document first, and the adapter answers from the bas
     questions                     recomputes its profile's block, [6, 24), with corrected E
     questions_alora, json_alora   recompute nothing: activated adapters share exactly
 
-SGLang alone cannot serve an activated adapter: its full prefill is the extension's `mode: off`.
+SGLang alone cannot serve an activated adapter. So the full prefill of such an adapter runs on the
+other server, with `mode: off`.
 
-Both sides take turns, except for REFRACT. Each request has a salt of its own, and so reads no cache
-of another prompt. It names its block, so that a plan that saves no time is judged, too. Adapters
-learned to read records of packages, and answer few of these prompts well. Read the share of equal
-answers first.
+The two servers take turns, except for the package REFRACT. Each request has a salt of its own, and
+so reads no cache of another prompt. It names its block, so that a plan that saves no time is
+judged, too. The adapters have learned to read records of Debian packages, and answer few of these
+prompts well. So read first how many answers of the two servers are equal.
 
 Physics: on the document, the plan saves 12 of 30 layers, and an activated adapter saves all.
 Prompts are shorter than the profile's 400 tokens, so other costs use up a part of this.

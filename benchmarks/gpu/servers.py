@@ -93,7 +93,7 @@ REHEARSED = Scale(
     host_gb=1,
     options={"device": "cpu", "dtype": "float32"},
 )
-"""A model that two servers on CPUs compute at once. Its times mean nothing."""
+"""A small model for a rehearsal on a machine without a GPU. Its times mean nothing."""
 
 
 def scale() -> Scale:

@@ -33,7 +33,7 @@ THEIRS: Final = 0
 OWN: Final = 1
 """Index of the receiver's own KV among the KV sources of every mixture."""
 FIRST_NEW: Final = 2
-"""Index of the first KV source that a plan adds, after the sender's and the receiver's own KV."""
+"""Index of the first further KV source: KV that the receiver has recomputed from some layer on."""
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25

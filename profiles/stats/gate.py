@@ -137,8 +137,9 @@ def still_open(
     which plans are tried. `plans` has each plan's qualities on the first contexts, about which it
     has answered. `tasks` has the task of every context.
 
-    A plan ends as soon as it is proven at every task. It also ends if it could not be proven even
-    without any further loss, with `most` contexts of each task. Then no plan behind it is tried.
+    A plan is done as soon as it is proven at every task. It has failed if it could not be proven
+    even without any further loss, with `most` contexts of each task. No plan behind a failed one is
+    tried.
     """
     open_places: list[int] = []
     for place, plan in enumerate(plans):

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One loading request's part of its batch."""
+    """The tokens of a batch that belong to one request that loads KV."""
 
     request: Request
     tokens: Span

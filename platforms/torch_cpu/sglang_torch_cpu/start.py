@@ -20,7 +20,8 @@ START_METHOD = "SGLANG_TORCH_CPU_START"  # environment variable: spawn (default)
 
 
 def hooks() -> dict:
-    """Hooks that the environment asks for. Raises ValueError for an unknown start method."""
+    """Return hooks that let SGLang start its processes by the method that an environment variable
+    names: `spawn` or `fork`. Raises ValueError for another method."""
     method = os.environ.get(START_METHOD, "spawn")
     if method not in ("spawn", "fork"):
         raise ValueError(f"{START_METHOD} is {method!r}; use 'spawn' or 'fork'")
