@@ -253,7 +253,8 @@ def test_what_loads_longer_than_it_may_is_told_with_the_remedy(tmp_path, capsys)
     worker = {"family": FAMILY, "cache": {"worker": {"listen": "tcp://127.0.0.1:0"}}}
     fleet = written(tmp_path, {"programs": {"one": program}, "workers": {"two": worker}})
     assert main(["up", str(fleet), "--out", str(tmp_path), "--start-timeout", "0"]) == 1
-    assert "one is not ready after 0 s; --start-timeout gives it more" in capsys.readouterr().err
+    remedy = "if it is still loading, give a larger --start-timeout"
+    assert f"one is not ready after 0 s; {remedy}" in capsys.readouterr().err
 
 
 def test_a_mistake_of_any_engine_is_told_before_anything_starts(tmp_path, capsys):

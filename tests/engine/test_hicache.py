@@ -301,7 +301,7 @@ def test_pages_that_are_not_whole_are_not_found_and_are_written_again(tmp_path, 
 
 
 def test_a_backend_that_uses_the_host_pool(monkeypatch):
-    monkeypatch.setattr(PointerStore, "kept", {})
+    monkeypatch.setattr(PointerStore, "objects", {})
     config = {
         "backend_name": "pointers",
         "module_path": PointerStore.__module__,
@@ -448,7 +448,7 @@ def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path):
     }
     tiers = [hicache_tier("file", config, {}, Counts())]
     with pytest.raises(
-        ConfigError, match=r"made with what \w+ has of file_storage_path, .*, password"
+        ConfigError, match=r"made with \w+ \(it has file_storage_path, .*, password\)"
     ) as raised:
         Cache(FAMILY, CacheConfig(serves=False), tiers=tiers)
     assert "secret" not in str(raised.value), "it may be a credential"

@@ -343,7 +343,7 @@ def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path):
     ("settings", "words"),
     [
         ({"shadow_rate": 1.5, "guard_path": "g"}, "shadow_rate is 1.5; give 0 to 1"),
-        ({"shadow_rate": 0.1}, "guard_path is None, so what it finds would be forgotten"),
+        ({"shadow_rate": 0.1}, "guard_path is None, so its evidence would be lost"),
         ({"shadow_deadline_s": 0}, "shadow_deadline_s is 0"),
         ({"shadow_busy_share": 2, "guard_path": "g"}, "shadow_busy_share is 2; give 0 to 1"),
     ],
