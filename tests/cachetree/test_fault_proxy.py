@@ -71,8 +71,8 @@ MARGIN_S = 1.0
 RECOVERY_S = 10.0
 NUM_AT_ONCE = 16
 MAX_LOST = 0.05
-"""Of the fetches with a fault, the largest share that may fail, if the machine is too busy to
-recover in time. All others land whole, over the same connection or the next."""
+"""Largest share of the faulty fetches that may fail, if the machine is too busy to recover in time.
+All others land whole, over the same connection or the next."""
 BETWEEN_CONNECTIONS = " is connecting"
 """Text in the error of a fetch that is refused at once, because there is no session."""
 NUM_ROUNDS = 30

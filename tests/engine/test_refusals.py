@@ -84,7 +84,7 @@ def inserted(req, *, is_stopped=False, owner=OWNER):
 @pytest.mark.parametrize(("num_owned", "stored"), [(None, Span(1, 3)), (2, Span(1, 2))])
 def test_an_adapters_pages_are_stored_under_their_tokens_alone(num_owned, stored):
     """SGLang's tree hashes an adapter's pages with the adapter's id. The cache hashes the tokens
-    alone: the id of the model tells whose pages they are."""
+    alone: the model's id beside them tells the owner."""
     req, base = request(lora_id="a" * 32, extra_key="a" * 32), request()
     own = [page.hex() for page in prefixes.own_pages_of(req, NUM_TOKENS, PAGE)]
     pages = prefixes.pages_of(base, NUM_TOKENS, PAGE)
