@@ -82,10 +82,10 @@ def slow_dtype(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
     if device.type != "cpu" or dtype == torch.float32:
         return
     if _product_s(dtype) > 2 * _product_s(torch.float32):
+        name = str(dtype).removeprefix("torch.")
         yield (
-            f"{str(dtype).removeprefix('torch.')} is several times slower than float32 on this "
-            "processor, which has no instructions for it; if your servers use float32, give "
-            "--dtype float32"
+            f"{name} takes more than twice the time of float32 on this processor; if your servers "
+            "use float32, give --dtype float32"
         )
 
 
