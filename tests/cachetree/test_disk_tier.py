@@ -89,7 +89,7 @@ def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path):
         for start in range(0, 64, 16):
             parent = pages[start - 1] if start else None
             store(cache.tree, pages[start : start + 16], parent)
-        eventually(lambda: num_at(cache, pages, DISK) == 64)
+        eventually(lambda: num_e_at(cache, pages, DISK) == 64)
         cache.tree.evict()
         assert num_at(cache, pages, LOCAL) == 0
         fetch(cache, pages, Span(0, 64))
@@ -162,7 +162,7 @@ def test_a_worker_that_restarts_serves_its_peers_again(tmp_path):
         with Cache(FAMILY, config) as receiver:
             address = again.address
             assert receiver.wait_ready(20)
-            eventually(lambda: num_at(receiver, prompt(1), address) == 8)
+            eventually(lambda: num_e_at(receiver, prompt(1), address) == 8)
             fetch(receiver, prompt(1), Span(0, 8), address)
 
 
@@ -253,7 +253,7 @@ def test_failed_write_is_repeated_with_the_next_pages(tmp_path, monkeypatch):
         eventually(lambda: cache.status().disk.counts.num_failed_writes > 0)  # type: ignore[union-attr]
         monkeypatch.undo()
         store(cache.tree, pages[16:24], pages[15])
-        eventually(lambda: num_at(cache, pages, DISK) == 24)
+        eventually(lambda: num_e_at(cache, pages, DISK) == 24)
         fetch(cache, pages[:24], Span(0, 24))
 
 
@@ -262,7 +262,7 @@ def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_pat
     with open_cache(tmp_path) as cache:
         for start in range(0, 24, 8):
             store(cache.tree, pages[start : start + 8], pages[start - 1] if start else None)
-        eventually(lambda: num_at(cache, pages, DISK) == 24)
+        eventually(lambda: num_e_at(cache, pages, DISK) == 24)
         cache.tree.evict()
         for number in range(2):
             store_and_wait(cache, prompt(number))
