@@ -11,7 +11,7 @@ mixtral (`block_sparse_moe.experts.0.w1`) are merged like any other matrix.
 
 Two kinds of adapters are refused. First, adapters with a config that changes more than the scale:
 SGLang applies alpha / r to every matrix, and ignores the rest. Second, adapters that change
-embeddings or head, if both are one tensor: then merging changes the results.
+embeddings or head of a model in which both are one tensor: merging would change both.
 
 `fan_in_fan_out` is allowed: PEFT ignores it for all model classes that this project supports.
 """
@@ -55,7 +55,7 @@ _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # These leave the base as it was.
 }
-"""Values without an effect, by setting of an adapter. Other values are refused."""
+"""Allowed values of a few more settings. Any setting beyond both lists must be empty or false."""
 _REMEDY: Final = "merge it with peft (merge_and_unload), and profile and serve the result"
 
 
@@ -68,8 +68,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config(adapter: Path) -> LoraConfig:
-    """Read an adapter's config. Raises ConfigError if it is broken, or if SGLang would serve
-    another model."""
+    """Read an adapter's config. Raises ConfigError if it is broken, or has settings that SGLang
+    would ignore."""
     file = adapter / ADAPTER_CONFIG
     try:
         raw = file.read_bytes()
@@ -91,7 +91,7 @@ def read_config(adapter: Path) -> LoraConfig:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint folder, whole or sharded; raises ConfigError."""
+    """Read all tensors of a checkpoint folder, from one file or several; raises ConfigError."""
     return {name: t for file in weight_files(folder) for name, t in _load(file).items()}
 
 
@@ -166,8 +166,8 @@ def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -> None:
-    """Raise ConfigError if the base has no tensor of this name and shape, or if embeddings and head
-    are one tensor and this is it."""
+    """Raise ConfigError if the base has no tensor of this name and shape, or if the tensor is both
+    embeddings and head."""
     if name in (_HEAD, _EMBEDDINGS) and (
         _HEAD not in base or (_EMBEDDINGS in base and torch.equal(base[_HEAD], base[_EMBEDDINGS]))
     ):

@@ -1,5 +1,5 @@
-"""Prepare models to answer questions in batches that fit into memory, and time them. Also measure a
-smaller model, to compare."""
+"""Prepare models to answer questions in batches that fit into memory, and time them. Also measure
+the smaller model of `--small`, with which a profile compares reuse."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def time_costs(
     console: Console,
 ) -> CostModel:
     """Time the model, and return a cost model for these documents' lengths. Raises ConfigError if
-    its error is too large, unless the settings allow 0 seconds for timing."""
+    the cost model's error is too large. `timing_seconds` 0 accepts any error."""
     positions = model.model.config.max_position_embeddings
     num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)
@@ -99,7 +99,7 @@ def measure_small(
     console: Console,
 ) -> Baseline:
     """Measure a smaller model's answers to these documents' held-out questions, by full prefill.
-    `costs`, the receiver's cost model, turns its time into a number of the receiver's layers."""
+    The receiver's cost model `costs` turns the smaller model's time into a number of layers."""
     source, device = ModelSource(path=settings.small), choose_device(settings.device)
     model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
     tokenizer = load_tokenizer(source)

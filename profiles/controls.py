@@ -4,8 +4,8 @@ Questions that need no document prove nothing about reuse: their answers are rig
 
     no document     the prompt without its context
     other document  the context of the task's next document in its place
-    in two parts    only if answers are compared with full prefill's: the same prompt, in two
-                    passes. Sums are rounded differently, which changes close choices
+    in two parts    the same prompt in two passes: rounding differs, which changes close choices.
+                    Measured only if the metric compares with full prefill's answers
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ Timer = Callable[[], float]
 
 FITTED: Final = (4.0, 3.0, 2.0, 1.0, 0.0)
 HELD_OUT: Final = (2.5, 1.5, 0.5)
-"""Each held-out length is the longest length, halved this many times. None is near the shortest
-length, which is measured for the constants."""
+"""Each length that checks the fit is the longest length, halved this many times. None is near the
+shortest fitted length, which serves to fit the constant terms."""
 LEAST_TOP: Final = 512
-"""Least value of the longest length, in tokens. Times of shorter passes depend mostly on calls."""
+"""Least value of the longest length, in tokens. Shorter passes take mostly the time of calls."""
 SAMPLED_LAYERS: Final = 4
 RETIMED: Final = 0.15
 REFUSED: Final = 0.25
@@ -67,7 +67,7 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of work to time. The fit models its seconds as a sum of `terms`, each times a
+    """A computation to time. The fit models its seconds as a sum of `terms`, each times a
     coefficient."""
 
     terms: tuple[float, ...]
@@ -79,9 +79,10 @@ def choose_lengths(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return prefix lengths to fit on, and held-out lengths between them; both ascending.
 
-    The lengths are the longest prefix of the data, halved again and again, in whole pages if these
-    are fine enough. `max_positions` is the number of positions that questions leave for prefixes.
-    Raises ConfigError naming the model by its role if `max_positions` is too small to be timed.
+    The lengths are the longest prefix of the data, halved again and again, in whole pages. If
+    lengths would be equal or 0, they are in halves of a page, quarters, and so on. `max_positions`
+    is the number of positions that questions leave for prefixes.
+    Raises ConfigError naming the model's role if `max_positions` is too small.
     """
     top = max(0, min(max(max_prefix_tokens, LEAST_TOP), max_positions))
     unit = page_size
@@ -255,8 +256,8 @@ class TimedReceiver:
             torch.cuda.synchronize(self._model.device)
 
     def layers(self, num_tokens: int) -> list[Part]:
-        """Return parts that run full layers one after the other. In this way each part's weights
-        are new to the processor's caches."""
+        """Return one part that runs a few full layers, one after the other. So the weights of each
+        layer are new to the processor's caches."""
         num_layers = self._model.num_layers
         sample = min(SAMPLED_LAYERS, num_layers)
         chain = [i * num_layers // sample for i in range(sample)]
@@ -316,7 +317,7 @@ class TimedReceiver:
         return self._answer(source, self._num_suffix)
 
     def recompute(self, entering: Tensor, layers: Span) -> list[KV]:
-        """Recompute like LayeredModel.recompute, but leave KV on the device: only the suffix reads
+        """Recompute like LayeredModel.recompute, but leave KV on the device, where the suffix reads
         it."""
         *full, last = layers
         hidden, made = self._model.through(entering, full)

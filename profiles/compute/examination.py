@@ -1,9 +1,9 @@
-"""Put a document's questions to the receiver over any mixture of KV sources.
+"""Ask the receiver a document's questions over any mixture of KV sources, and score its answers.
 
-fast    The answer by full prefill is fed in, over all mixtures at once. The result: how far the
-        next-token distributions are from full prefill's.
-exact   The answer is decoded greedily, and judged by the data set's metric. It is not decoded if
-        every token of full prefill's answer is still the most likely one: it would be the same.
+fast    Feed in full prefill's answer, over all mixtures at once. Measure how far the next-token
+        distributions are from full prefill's.
+exact   Decode the answer greedily, and judge it by the data set's metric. If every token of full
+        prefill's answer is still the most likely one, the answer is the same: it is not decoded.
         Otherwise full prefill's answer is the draft: tokens that stay the same cost no step.
 """
 
@@ -104,8 +104,8 @@ class Examination:
     def examine(
         self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> list[tuple[Score, ...]]:
-        """Return a score for each mixture and question. A mixture names the model that each layer's
-        KV comes from. If `is_decoded`, answers are decoded, and scores include their qualities.
+        """Return a score for each mixture and question. A mixture has, for each layer, the index of
+        its KV in `sources`. If `is_decoded`, answers are decoded, and scores have their qualities.
 
         Raises ConfigError if logits are not finite.
         """
@@ -154,9 +154,9 @@ class Examination:
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
-        """Return `[mixtures, 3, questions]`. The three: the mean KL over an answer's tokens, the
-        mean total variation over its first tokens, the share of its tokens that are not the most
-        likely."""
+        """Return `[mixtures, 3, questions]`. The three are an answer's mean KL over all tokens, its
+        mean total variation over the first tokens, and the share of its tokens that are not the
+        most likely."""
         model, lengths = self._answerer.model, self._lengths
         num_mixtures, num_tokens = streams.shape[:2]
         values = torch.empty(num_mixtures, 3, num_tokens)

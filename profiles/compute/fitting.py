@@ -4,9 +4,10 @@
     target d  the receiver's E at that layer, minus x
     weight    1 / mean(x²) of each row, so that a few tokens of huge activations do not decide
 
-Sums over one part of the contexts fit the map. Sums over the other part choose the penalty (ridge)
-and say how much the map explains. Only these two sums per layer are kept: hidden × 2 hidden float32
-each. A map is a whole matrix: on every real pair it explained more than maps of lower rank.
+Sums over most contexts fit a map for each penalty (ridge). Sums over the other contexts choose the
+penalty, and say how much of the distance the map removes. Memory has only these two sums per layer,
+hidden × 2 hidden float32 each. A map is a matrix of full rank: on every real pair it removed more
+than maps of lower rank.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ class Moments:
 
 
 def fit(first: Moments, second: Moments) -> tuple[Correction, float]:
-    """Fit a map with each penalty on `first`, and choose the penalty with which it explains most of
-    `second`. Return the map fitted on both with this penalty, and the share of the distance in
-    `second` that the chosen map of `first` explained."""
+    """Fit a map with each penalty on `first`. Choose the penalty at which it removes most of the
+    squared distance in `second`. Return a map fitted on both sums with this penalty, and the share
+    of the distance in `second` that the map from `first` removed."""
     explained = {it: second.explained(first.solve(it)) for it in PENALTIES}
     best = max(PENALTIES, key=explained.__getitem__)
     return (first + second).solve(best), round(explained[best], 6)
@@ -95,8 +96,8 @@ def fit_maps(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[EMap, Correction]:
-    """Fit a map at each layer, from E of both models. There is no map for a layer if it would
-    explain nothing, or if there are too few contexts. Contexts are taken one by one."""
+    """Fit a map at each layer, from E of both models. A layer has no map if the map would remove no
+    distance, or if there are fewer than `TRYING` contexts. One context is read at a time."""
     parts: dict[int, tuple[Moments, Moments]] = {}
     num_contexts = 0
     for passes in contexts:

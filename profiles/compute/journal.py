@@ -66,8 +66,7 @@ class Journal:
         """Open the journal of a run that will write the file `out`. `decisive` are all values that
         the measurements depend on.
 
-        Scores are stored by place, without names. So a run with other decisive values needs another
-        journal.
+        The file's name has their digest, so a run with other values has another journal.
         """
         named = decisive, Score.__struct_fields__
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]

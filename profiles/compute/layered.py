@@ -29,12 +29,12 @@ KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[rows, kv_heads, tokens, head_dim]` each."""
 
 PrefixKV = Sequence[KV | None]
-"""KV of one prefix by layer, with one row. None for a layer of which this source has no KV."""
+"""KV of one prefix at each layer, with one row. None at a layer at which this source has no KV."""
 
 HOST: Final = torch.device("cpu")
 
 ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest difference of logits by rounding alone, as a share of the largest logit, by dtype."""
+"""Largest difference of logits by rounding only, as a share of the largest logit, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +161,8 @@ class LayeredModel:
     def _run(
         self, hidden: Tensor, layers: Span, e_layers: Collection[int]
     ) -> tuple[dict[int, KV], dict[int, Tensor]]:
-        """Return `layers`' KV, and E, by layer. The last layer computes only its keys and
-        values."""
+        """Return KV of `layers`, and E at `e_layers`, by layer. The last layer computes only K and
+        V."""
         made, e = {}, {}
         for layer in layers:
             if layer in e_layers:
@@ -232,7 +232,7 @@ class LayeredModel:
     def step(self, layer: int, hidden: Tensor, seen: GrowingKV, placement: Placement) -> Tensor:
         """Run one layer over new tokens `[rows, new, hidden]`, and store their KV in `seen`.
 
-        The placement has as many rows, or one row that holds for all.
+        The placement has as many rows as `hidden`, or one row that holds for all.
         """
         cache = seen.begin(len(hidden), placement)
         return self._call(
@@ -270,7 +270,7 @@ class LayeredModel:
         return self.model.model.rotary_emb(hidden, position_ids=positions)
 
     def _additive(self, seen: Tensor) -> Tensor:
-        """Return the attention mask for `[rows, queries, keys]`."""
+        """Turn `[rows, queries, keys]`, true if a query sees a key, into a mask that is added."""
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
 

@@ -1,11 +1,11 @@
-"""Measure plans and their alternatives on the documents of one split: every block by KL, any plan
-by the metric.
+"""Measure plans and their alternatives on the documents of one split: every block by KL, chosen
+plans also by the data set's metric.
 
     for each context
       the sender's pass: KV, and E at every layer at which a block starts
       the receiver's own pass ─► full prefill, full reuse, one layer reused, blocks [0, e)
       for each start s > 0: the receiver's layers from s over the sender's E ─► blocks [s, e)
-      for each CacheBlend budget: its tokens at all layers
+      for each CacheBlend share: the tokens that it recomputes at each layer
 
 With `--group 1`, all blocks of a context together take L + 1 passes over it, for L layers.
 """

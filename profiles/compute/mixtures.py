@@ -35,8 +35,8 @@ def forced(
     """Run known texts over every mixture of KV, without decoding.
 
     Returns for each mixture the residual stream after the last layer, `[texts, tokens, hidden]`.
-    Values behind a text's own tokens mean nothing. At most `max_rows` texts go through a layer at a
-    time.
+    Values at the padding of shorter texts mean nothing. At most `max_rows` texts go through a layer
+    at a time.
     """
     num_past = next(kv[0].shape[2] for kv in sources[mixtures[0][0]] if kv is not None)
     placement = model.place(num_past, [0] * len(texts), list(map(len, texts)))
@@ -112,7 +112,7 @@ class _Row:
         self._draft, self._place, self._max_new, self._ends = asked.draft, 0, max_new, ends
 
     def take(self, chosen: Sequence[int]) -> None:
-        """Accept the most likely tokens after the last known token and after each guess."""
+        """Append `chosen`, the most likely tokens, until one of them differs from its guess."""
         guessed = [*self.given[self.num_known :], None]
         right = 0
         for token, guess in zip(chosen, guessed, strict=True):

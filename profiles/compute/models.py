@@ -1,6 +1,6 @@
 """Load the profiler's models: two models of one family, each possibly with a LoRA adapter.
 
-Everything that makes a pair impossible is found before any weights are read. The error is one line.
+An impossible pair is refused before any weights are read, with an error of one line.
 
 SGLang pins one release of transformers. `check_layers` finds whether another release computes
 differently.
@@ -57,8 +57,8 @@ _FAMILY_FIELDS: Final = tuple(
 )
 """Properties of a model that servers compare in their handshake."""
 _BEGINS_AS_STATED: Final = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
-"""Tokenizer classes for which SGLang obeys `add_bos_token` of the config, and for their fast
-variants. If the config does not state it, it is true."""
+"""Tokenizer classes for which SGLang obeys the config's `add_bos_token`, which is true by default.
+The same holds for their fast variants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,12 @@
     gptq    qweight [in bits/32, out], qzeros [in/group, out bits/32], scales [in/group, out],
             g_idx [in], the group of each input; without it, groups have consecutive inputs
             (q - z - 1) s; without the 1 if checkpoint_format is gptq_v2
-    fp8     weight [out, in], and weight_scale_inv with a scale per block, or weight_scale with one
-            scale or one per row
+    fp8     weight [out, in], and weight_scale_inv with a scale for each tile of the matrix, or
+            weight_scale with one scale or one per row
             w s
 
-Kernels multiply by exactly these values. FP8 kernels also round the activations; this module does
-not.
+A server's kernels multiply by exactly these values. FP8 kernels also round the activations; this
+module does not.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Choose batch sizes that fit into the memory that the profiler may use.
 
-Beside both models' weights, memory holds, for one document at a time:
+Beside both models' weights, memory holds the following for one document at a time. The columns say
+what it is, where it is, and what decides its size:
 
     KV of the sender, of the receiver, of recomputes; E of the sender    host    by prefix length
     tensors of one layer over a whole prefix, attention masks            device  by prefix length
     the residual streams of all mixtures of one starting layer           device  by suffix length
-    rows that go through a layer together, with their KV of all layers   device  sized to the rest
-    distributions over the vocabulary                                    device  sized to the rest
+    rows that go through a layer together, with their KV of all layers   device  by free memory
+    distributions over the vocabulary                                    device  by free memory
     sums that maps of E are fitted on, for all their layers              device  during the fit
 
 If the device is the host, one limit holds for both. Everything except the first line is freed and
@@ -38,8 +39,8 @@ FREE_SHARE: Final = 0.8
 MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
 MOST_HOLES: Final = GIB // 2
-"""Largest number of bytes to reserve for holes between blocks of memory: sixteen blocks just too
-small to return to the system. A layer never has more of them at a time."""
+"""Largest number of bytes to reserve for holes between blocks of memory: sixteen blocks of just
+below 32 MiB. A layer never has more such blocks at a time."""
 SOLVING: Final = 4
 """Memory to solve for one map of E in float64, as a multiple of the map's sums."""
 
@@ -78,7 +79,7 @@ def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.devi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes that the parts of one model's work take."""
+    """Bytes of one model's tensors, by kind."""
 
     num_layers: int
     kv: int

@@ -33,12 +33,12 @@ THEIRS: Final = 0
 OWN: Final = 1
 """Index of the receiver's own KV among the KV sources of every mixture."""
 FIRST_NEW: Final = 2
-"""Index of the first further KV source: KV that the receiver has recomputed from some layer on."""
+"""Index of the first recomputed KV among the KV sources of every mixture."""
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25
-"""Share by which CacheBlend's second layer recomputes more tokens than the mean of later layers.
-The last layer recomputes as many fewer."""
+"""CacheBlend recomputes at most this share more tokens at layer 1 than layers 1 to the last do on
+average, and as many fewer at the last layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Bench:
         return replace(self, sender=sender, receiver=receiver)
 
     def judged(self, split: str, document: Document) -> Document:
-        """Return a measured document with the accepted answers by which it is judged."""
+        """Return a document with the answers that judge it: the data's own, or full prefill's."""
         references = self.journal.get(split, key_of(document), REFERENCES)
         return (
             document
@@ -231,7 +231,7 @@ class Study:
 
 def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
     """Return the runs of layers to recompute, each with the digest of the map that corrects its E,
-    or "". Of runs that begin with the same E, only the longest is returned: it contains the
+    or "". If several runs begin with the same E, the longest is returned: it contains the
     others."""
     stops: dict[tuple[int, str], int] = {}
     for plan in plans:
