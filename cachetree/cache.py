@@ -31,15 +31,15 @@ from cachetree.tree import CacheTree
 T = TypeVar("T", bound=Tier)
 
 _UNSEEN_BYTES: Final = 1 << 40
-"""`Link.frame_bytes` of a tier, larger than any fetch: a tier reads whole steps, so a running fetch
-shows no rate before its end."""
+"""Value of `Link.frame_bytes` for tiers: larger than any fetch. A tier reads whole steps, so a
+running fetch shows no rate before its end."""
 
 
 class Cache:
     """Cached KV and E of all models of one family. `store` adds, `match` finds, `fetch` reads.
 
     Entries are in this process's memory, in its tiers (such as a disk) and on peers. All memory is
-    allocated at the start; `register` makes it known to a device.
+    allocated at the start; `register` registers it with a device.
 
     Thread-safe. Raises ConfigError for an address that is wrong or taken, for a bad key, for memory
     that cannot be allocated or registered, and for a disk directory that belongs to another family,
@@ -161,10 +161,11 @@ class Cache:
     def bring_e(
         self, model: ModelId, pages: Sequence[PageHash], layer: int, deadline: Deadline
     ) -> bool:
-        """Copy E of a prompt's first pages from a tier or a peer into this memory. Blocks.
+        """Copy E of a prompt's first pages from a tier or a peer into this process's memory.
+        Blocks.
 
-        Return whether this succeeded. KV of the same pages has to be stored here already. Without E
-        of these pages, no E of later pages can be stored.
+        Return whether this succeeded. KV of the same pages must be in memory already. E of later
+        pages can be stored only after E of these.
         """
         step = Step(Kind.E, layer)
         for match in self.match(pages):
@@ -186,7 +187,7 @@ class Cache:
         return False
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that returns True once all readers know what is stored now."""
+        """Return a function that returns True once connected peers know all present entries."""
         worker = self._worker  # `stop_serving` removes the worker.
         return worker.knowing() if worker is not None else lambda: True
 
@@ -202,7 +203,7 @@ class Cache:
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
         """Let tiers look for `pages` that the tree does not list. Return the searches that still
-        run. When they end, `match` includes the entries that they have found."""
+        run. Once they are over, `match` includes the entries that they have found."""
         searches = [tier.search(pages) for tier in self._tiers.values()]
         return [search for search in searches if not search.is_over]
 
@@ -211,10 +212,10 @@ class Cache:
     ) -> Staging | None:
         """Start to read the steps of `plan` into staging memory. Returns at once.
 
-        `pages` has all pages of the prompt, of which the plan takes `plan.pages`. Returns None if
-        the staging budget is used up: the request then does a full prefill. Any other problem fails
-        the staging. Pages in this cache's own memory are not copied: their staging is complete at
-        once.
+        `pages` has all pages of the prompt; the plan takes the span `plan.pages` of them. Returns
+        None if the staging budget is used up: the request then does a full prefill. After any other
+        problem the returned staging fails. Pages in this cache's own memory are not copied: their
+        staging is complete at once.
         """
         wanted = pages[plan.pages.start : plan.pages.stop]
         parts = {it: Blocks(len(plan.pages), self.family.page_bytes(it.kind)) for it in plan.steps}
@@ -304,8 +305,8 @@ class Cache:
         return replace(link, ahead=ahead, backlog=backlog, frame_bytes=_UNSEEN_BYTES)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until every peer is ready. Return False if the time is over or a peer is
-        refused."""
+        """Block until every peer is ready. Return False if `timeout_s` passes first, or if the
+        connection to a peer fails."""
         return self._peers.wait_ready(Deadline.after(timeout_s, self._clock))
 
     def run(self, model: ModelId) -> None:

@@ -41,7 +41,7 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     disk also has all entries of the memory."""
     peers: tuple[str, ...] = ()
     """Addresses of the workers to read from: `tcp://HOST:PORT`, or `dns://NAME:PORT` for all
-    addresses of a name. This cache trusts what they serve, for all tenants."""
+    addresses of a name. This cache trusts the entries of these workers, for all tenants."""
     peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
     """Public key of each peer, or the file that has it, by the peer's address. Traffic with these
     peers is encrypted; this cache's own key is `peer.key_file`. Traffic with other peers is not
@@ -49,7 +49,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keeps: tuple[str, ...] = ()
     """Addresses of servers to copy from, in the form of `peers`. A cache has either `keeps` or
     `peers`. This cache fetches every entry that these servers advertise in their memory, and keeps
-    it after they have dropped it. They must allow this server to read. Trust is as in `peers`."""
+    it after they have dropped it. They must allow this cache to read. It trusts them like
+    `peers`."""
     max_pull_mb_s: float | None = None
     """Largest number of megabytes (10^6 bytes) per second that this cache reads from all servers of
     `keeps` together. None: no limit."""
@@ -115,7 +116,7 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def read_yaml(path: Path, what: str) -> Any:
     """Return the content of a YAML file. None if it is empty. Raises ConfigError that names the
-    file, and says by `what` which kind of file it is."""
+    file; `what` is the kind of file, for this error."""
     import yaml  # Not at the top: a program that embeds a cache reads no YAML.
 
     try:

@@ -6,11 +6,11 @@
     ├── AuthenticationError    the keys of two servers do not agree; names possible causes
     ├── ProfileError           a pair profile cannot be read or does not fit the models
     ├── PinRefused             a pin would keep more of the budget than pins may
-    ├── OrderDenied            a worker refused or failed an operator's order
+    ├── OrderDenied            a worker refused or failed an operator's command
     └── FetchError             a fetch ended early; its request does a full prefill
         ├── DeadlineExceeded
         ├── Cancelled
-        ├── StaleEntry         the worker no longer has what it advertised
+        ├── StaleEntry         pages have left the memory, disk or peer that had them
         └── ProtocolError      a peer sent something that the protocol does not allow
 
 A miss is not an error: `match` returns no entry, `lease` and `reserve` return None.
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 UNREADABLE: Final = (ValueError, RecursionError)
-"""Errors that decoders raise for a malformed file. Causes are a wrong form (all errors of msgspec),
-text that is not UTF-8, impossible dates, and nesting that is too deep."""
+"""Errors that decoders raise for a malformed file: for a wrong form (all errors of msgspec), text
+that is not UTF-8, impossible dates, and nesting that is too deep."""
 
 
 class CacheTreeError(Exception):
@@ -35,7 +35,7 @@ class ConfigError(CacheTreeError):
 
 
 class FamilyMismatch(CacheTreeError):
-    """Two parties differ in a field that decides whether caches can be exchanged."""
+    """Two models or servers differ in a field that decides whether they can exchange caches."""
 
 
 class AuthenticationError(CacheTreeError):
@@ -51,7 +51,7 @@ class PinRefused(CacheTreeError):
 
 
 class OrderDenied(CacheTreeError):
-    """A worker did not carry out an order. The message says why, and what to change."""
+    """A worker did not carry out an operator's command. The message has cause and remedy."""
 
 
 class FetchError(CacheTreeError):
@@ -67,7 +67,7 @@ class Cancelled(FetchError):
 
 
 class StaleEntry(FetchError):
-    """The worker no longer holds pages that it had advertised."""
+    """Pages have left the memory, disk or peer that had them, or their lease has ended."""
 
 
 class ProtocolError(FetchError):

@@ -32,10 +32,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def claim(file: BinaryIO, work: str) -> None:
-    """Lock `file` against other processes until it is closed. `work` names the work in the error.
-
-    Raises ConfigError if another process has the lock.
-    """
+    """Lock `file` against other processes until it is closed. Raises ConfigError if another process
+    has the lock; `work` is what the caller is about to do, for this error."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

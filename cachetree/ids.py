@@ -40,8 +40,8 @@ def is_pool(location: Location) -> bool:
 
 
 def nearness(location: Location) -> int:
-    """Return how near a location is: 2 for the engine's pool, 1 for this memory, 0 for all others.
-    Until speeds are measured, a nearer location counts as faster."""
+    """Return how near a location is: 2 for the engine's pool, 1 for this process's memory, 0 for
+    all others. Until speeds are measured, a nearer location counts as faster."""
     return 2 if is_pool(location) else int(location == LOCAL)
 
 
@@ -72,8 +72,8 @@ EMPTY_SPAN: Final = Span(0, 0)
 
 
 def parts_of(sizes: Iterable[int], span: Span) -> Iterator[tuple[int, Span]]:
-    """Lay blocks of these sizes side by side. For each block that `span` overlaps, yield its
-    number, and the overlap relative to the block's start.
+    """Lay pieces of these sizes side by side. For each piece that `span` overlaps, yield its
+    number, and the overlap relative to the piece's start.
 
     >>> list(parts_of([4, 4], Span(3, 5)))
     [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=1))]

@@ -12,7 +12,7 @@ from cachetree.ids import ModelId
 MAX_NAME: Final = 64
 """Largest number of characters of a name. The characters after them are cut off."""
 MAX_HEARD: Final = 1024
-"""Largest number of models with names that peers have told."""
+"""Largest number of models with a name from a peer. Names of further models are ignored."""
 
 _ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _ODD: Final = re.compile(r"[^\w./:@+-]")
@@ -55,7 +55,7 @@ class ModelNames:
 
 
 def with_names(text: str, names: Mapping[str, str]) -> str:
-    """Write `name (first eight digits)` for each model id in a text that has a name.
+    """Replace each model id in a text by `name (first eight digits)`, if the id has a name.
 
     >>> with_names("of " + 32 * "a", {32 * "a": "base"})
     'of base (aaaaaaaa)'

@@ -25,8 +25,8 @@ OK: Final = "ok"
 
 
 class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the fetches from one location since this location was added. A fetch counts when
-    its reader releases it."""
+    """Counts of the fetches from one location, since the cache knows it. A fetch counts when its
+    reader releases it."""
 
     location: Location
     num_bytes: int
@@ -53,14 +53,13 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker: Status | None
     """State of the worker; None if this cache does not serve."""
     worker_turn_age_s: float
-    """Seconds since the last turn of the worker's loop, which normally turns several times a
-    second."""
+    """Seconds since the worker's loop began its last round. It normally begins several a second."""
     disk: DiskStatus | None
     """State of the disk; None without a disk."""
     tiers: Mapping[Location, msgspec.Struct]
     """State of each tier. The disk is one of them."""
     paused_tiers: Mapping[Location, bool]
-    """Whether each tier is paused: it fails or hangs, and is not read for now."""
+    """Whether each tier is paused: it fails or hangs, and no fetch reads from it for now."""
 
 
 class FetchLog:

@@ -1,7 +1,7 @@
-"""Tiers: further places that keep a cache's entries, such as a disk or a store of the cluster.
+"""Tiers: places besides memory that keep a cache's entries, such as a disk or a cluster's storage.
 
-Also parts to make tiers of: threads that take work, and a writer that stores new entries of a tree
-in the background.
+Here are the interface of a tier, and classes from which to build one: threads that take work from a
+queue, and a writer that stores new entries of a tree in the background.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 _NICENESS: Final = 10
 MAX_WAITING: Final = 4096
-"""Largest number of entries that wait to be written. A waiting entry keeps page hashes in memory,
-no pages."""
+"""Largest number of entries that wait to be written. A waiting entry keeps its page hashes in
+memory, not its pages."""
 _MAX_WRITE_S: Final = 60.0
 GRACE_S: Final = 1.0
-"""Seconds by which a running call may exceed the time to close."""
+"""Seconds that a running call may take beyond the time limit of `close`."""
 
 STALL_S: Final = 2.0
 """Seconds after which a call that has not returned counts as hanging."""
@@ -53,7 +53,7 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether no request has to wait for the search any more."""
+        """Whether requests can stop waiting for the search."""
         return self._answered.is_set() or self.deadline.has_passed
 
     def end(self) -> None:
@@ -64,7 +64,7 @@ class Search:
 class Tier(Protocol):
     """Interface of a place that keeps entries, and lists them in the tree under its location.
 
-    A tier learns of new entries from the tree. `fetch`, `note_use` and `search` return at once and
+    A tier subscribes to the tree's new entries. `fetch`, `note_use` and `search` return at once and
     raise nothing; any problem counts as a miss.
     """
 
@@ -113,7 +113,7 @@ def lower_priority() -> None:
 
 
 def _ignore(_item: object, _error: Exception) -> None:
-    """Do nothing, because no thread waits for the failed item."""
+    """Default of `WorkerThread.fail`: do nothing, because no thread waits for the item."""
 
 
 class WorkerThread(Generic[T]):
@@ -127,8 +127,8 @@ class WorkerThread(Generic[T]):
         num_threads: int = 1,
         fail: Callable[[T, Exception], None] = _ignore,
     ) -> None:
-        """Each thread calls `take` with the items. If `take` raises, the thread gives the current
-        item and all later ones to `fail`, which must not raise."""
+        """Each thread calls `take` with an iterator of the items that it gets. If `take` raises,
+        the thread gives the current item and all later ones to `fail`, which must not raise."""
         self._name: Final = name
         self._take: Final = take
         self._fail: Final = fail
@@ -220,8 +220,8 @@ class Calls:
 
 
 class MoveBarrier:
-    """Let one thread wait for running moves of entries, and hold up new ones. Threads enter the
-    barrier (`with`) around each move; several may be inside at once."""
+    """Barrier around moves: copies of entries between memory and a tier. Threads enter it (`with`)
+    for each move; several may be inside at once."""
 
     def __init__(self) -> None:
         self._may_begin = threading.Lock()
@@ -239,8 +239,8 @@ class MoveBarrier:
 
     @contextlib.contextmanager
     def stopped(self, timeout_s: float) -> Iterator[bool]:
-        """Wait until running moves have ended, and let no move start inside the block. Yields False
-        if a move has not ended in time, or another thread is inside `stopped`."""
+        """Wait until running moves have ended, and let no move start inside the `with` block.
+        Yields False if a move has not ended in time, or another thread is inside `stopped`."""
         deadline = Deadline.after(timeout_s)
         if not self._may_begin.acquire(timeout=timeout_s):
             yield False
@@ -256,21 +256,21 @@ class MoveBarrier:
 
 
 IsOver = Callable[[], bool]
-"""Function that returns True once the time to write is over. No further write may start then."""
+"""Function that returns True once no further write may start: the time to close is over."""
 
 Write = Callable[[Change, Lease, IsOver], bool]
 """Function that writes pages of an entry, and returns whether all were written in time.
 
-The writer thread calls it, perhaps even before the thread that made the entry continues. Raises
-StaleEntry if the entry loses its memory meanwhile.
+The writer thread calls it. The thread that has added the entry to the tree may still be in that
+call. Raises StaleEntry if the lease of the pages ends before they are written.
 """
 
 
 class WriteBehind:
     """Write every entry that is added to a tree to a tier, in a background thread.
 
-    An entry is leased while it is written. It is not written (it is late) if it is evicted before
-    its turn, or if too many entries wait when it is added.
+    An entry is leased while it is written. It counts as late, and is not written, if it is evicted
+    before its turn, or if too many entries wait when it is added.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class WriteBehind:
         returns for an entry. Exceptions of `write` are logged."""
         self.num_late = 0
         self.moves: Final = MoveBarrier()
-        """Barrier around each call of `write`, with the lease of its pages."""
+        """Barrier that the writer thread enters for each lease of pages and its call of `write`."""
         self._unheard: set[int] = set()
         self._closes_at_s = inf
         self._tree: Final = tree
@@ -313,8 +313,8 @@ class WriteBehind:
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Do not write the entries that this thread adds inside the block, because the tier has
-        them already."""
+        """Do not write the entries that this thread adds inside the `with` block, because the tier
+        has them already."""
         self._unheard.add(threading.get_ident())
         try:
             yield

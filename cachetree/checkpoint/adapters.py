@@ -24,8 +24,8 @@ _NOTES = """
     layers_to_transform lora_dropout modules_to_save peft_version revision target_modules
     task_type
 """
-"""Fields of an adapter's config that do not change its computation: they state its origin, or name
-its tensors. All other fields are compared."""
+"""Fields of an adapter's config that do not change its computation: they state its origin or its
+training, or name its tensors. All other fields are compared."""
 _IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Keys that change what PEFT computes, and that SGLang 0.5.23 does not read."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
@@ -44,13 +44,13 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one adapter on a base.
 
     Every tensor counts as a change of its own layer. This is cautious for q_proj, o_proj and the
-    MLP: such a tensor changes the KV of later layers only. The config's list of targets does not
-    count. Nor does an output head, even if the base ties its head to its embeddings: SGLang gives
-    the adapter a separate head.
+    MLP: such a tensor changes the KV of later layers only. Two things are not compared: the
+    config's list of target modules, and the adapter's output head. SGLang gives an adapter a head
+    of its own, even if the base ties its head to its embeddings.
     """
 
     applied: str
-    """Digest of the rules that scale and apply the tensors."""
+    """Digest of the config fields that decide how the tensors are scaled and applied."""
     layers: Mapping[int, str]
     """Digest of all tensors of a layer, for each layer that the adapter changes."""
     invocation: tuple[int, ...] = ()
@@ -60,8 +60,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     def first_difference(self, other: Adapter, num_layers: int) -> int:
         """Return the first layer at which this adapter and another make different models of a base.
 
-        Returns `num_layers` if they do not differ. Tensors are compared, not their products. So an
-        adapter with factors of zeros differs from the base, too.
+        Returns `num_layers` if they do not differ. The tensors A and B are compared, not their
+        product. So an adapter with a product of 0 differs from the base, too.
         """
         ours, theirs = self.layers, other.layers
         touched = {*ours, *theirs}
@@ -109,7 +109,7 @@ def read_invocation(path: Path) -> tuple[int, ...]:
 
 
 def acting(path: Path) -> tuple[str, list[str]]:
-    """Describe for people from which token on the adapter in the PEFT folder `path` acts. Also
+    """Describe for people at which token the adapter in the PEFT folder `path` begins to act. Also
     return the keys of its config that SGLang ignores. Raises ConfigError if the config cannot be
     read."""
     config = read_json(path / "adapter_config.json")
@@ -134,8 +134,8 @@ def base_of(path: Path) -> Path | None:
 
 
 def require_base(path: Path, base: Path) -> None:
-    """Raise ConfigError if the PEFT folder `path` does not fit the checkpoint in folder `base`: a
-    factor fits no matrix, or the vocabulary lacks a token of the invocation."""
+    """Raise ConfigError if the adapter in folder `path` does not fit the checkpoint in folder
+    `base`: a tensor fits no matrix, or the vocabulary lacks a token of the invocation."""
     weights = read_tensors(weight_files(base))
     for name, tensor in read_tensors(_weights(path)).items():
         module, _, part = name.removeprefix("base_model.model.").partition(".lora_")

@@ -1,4 +1,4 @@
-"""Digests of all bytes of a checkpoint's tensors, kept from one start to the next."""
+"""Digests of all bytes of a checkpoint's tensors, stored for later starts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def tensor_digests(files: Sequence[Path], cache_dir: Path | None = None) -> Digests:
-    """Return a BLAKE3 digest of each tensor, by its name. It covers dtype, shape and every byte.
-    `kept` says when an earlier digest is used again.
+    """Return a BLAKE3 digest of each tensor, by its name. It covers dtype, shape and every byte. It
+    does not depend on how the tensors are spread over files.
 
-    Raises ConfigError naming a file that is broken. The digests do not depend on how the tensors
-    are spread over files.
+    `cache_dir` has earlier results (see `kept`). Raises ConfigError naming a file that is broken.
     """
     digests: Digests = {}
     for file in files:
@@ -64,7 +63,7 @@ def digest_of(value: Any) -> str:
 def kept(
     cache_dir: Path | None, kind: str, file: Path, compute: Callable[[Path], Digests]
 ) -> Digests:
-    """Return `compute(file)`, or its result of an earlier call for the unchanged file.
+    """Return `compute(file)`, or its stored result of an earlier call if the file has not changed.
 
     A file counts as unchanged if its path, size, inode, and times of modification and of change are
     the same. Results are read only from files that this user owns and no other user can write.

@@ -52,7 +52,7 @@ def vector_bytes(codec: Codec, length: int, value_bytes: int) -> int:
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of a checkpoint by its content. See `identity.read_model_identity`.
 
-    The fields before `weights` decide the family; all of them together identify the model.
+    A family has the fields in `shape`. All fields together identify the model.
     """
 
     architecture: str
@@ -67,7 +67,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     """Hexadecimal digest of how the tokenizer turns text into ids, see `checkpoint.tokenizer`."""
     weights: str
-    """Hexadecimal digest of all tensors, of the adapter, and of config fields about both."""
+    """Hexadecimal digest of all tensors, the adapter, and config fields that change the
+    computation."""
 
     @property
     def model_id(self) -> ModelId:
@@ -86,11 +87,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that must be equal before one server may read another's KV.
+    """Everything that must be equal before one server may read another server's KV.
 
-    Two workers compare it field by field in their handshake. `tp_rank` is a field because each
-    tensor-parallel rank exchanges its shard of the heads and of E's columns with the same rank of
-    another server.
+    Two workers compare it field by field in their handshake. `tp_rank` is a field because a
+    tensor-parallel rank has some of the heads and of E's columns. It exchanges them with the same
+    rank of another server.
     """
 
     architecture: str
@@ -151,7 +152,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return width
 
     def page_bytes(self, kind: Kind) -> int:
-        """Bytes of one page of one kind at one layer."""
+        """Bytes of one page of KV or of E at one layer, on this rank."""
         return self.kv_page_bytes if kind is Kind.KV else self.e_page_bytes
 
     def _vector_bytes(self, dtype: str) -> int:

@@ -49,8 +49,8 @@ def read_model_identity(
 
 
 def read_weights(path: Path, cache_dir: Path | None = None) -> Weights:
-    """Return the digests of the tensors in folder `path`, and the identity of the model that they
-    make. Reads and raises as `read_model_identity` does."""
+    """Return the weights of the checkpoint in folder `path`, which include the model's identity.
+    Reads and raises as `read_model_identity` does."""
     config = _config(path)
     identity = ModelIdentity(
         **_shape(path, config, cache_dir),
@@ -79,8 +79,9 @@ def first_difference(
     is no difference.
 
     Below this layer their KV is bit-identical, and so is the residual stream that enters it. So a
-    block from this layer to the last one is lossless. Therefore a difference in q_proj, o_proj or
-    the MLP counts at its own layer, though the KV of that layer is still the same.
+    block from this layer to the last one is lossless. A difference in q_proj, o_proj or the MLP
+    counts at its own layer: the KV of that layer is equal, but the residual stream behind it is
+    not.
 
     Returns 0 if embeddings or config fields that change the computation differ. Modules after the
     layers (final norm, output head) do not count, except a head tied to the embeddings.
@@ -166,8 +167,8 @@ def _number(config: Config, key: str, path: Path) -> int:
 
 
 def _computing(config: Config) -> dict[str, Any]:
-    """Return the config fields that change the computation. The result does not depend on the form
-    in which a config states a field."""
+    """Return the config fields that change the computation. Forms of a config that mean the same
+    give equal results."""
     keys = {*COMPUTING_KEYS.split()} - (set() if _has_window(config) else _WINDOW_KEYS)
     return {key: plain(config[key]) for key in sorted(keys) if config.get(key) not in (None, [])}
 

@@ -13,8 +13,8 @@ _USES_ORIGINAL_LENGTH = frozenset({"dynamic", "llama3", "longrope", "yarn"})
 """Types of rotary embeddings with frequencies that depend on the model's original context
 length."""
 _USES_LENGTH = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings that do not rotate a token by its position alone: the prompt's length,
-or the longest allowed length, counts, too."""
+"""Types of rotary embeddings that rotate a token by its position and by a length: the length of the
+prompt, or the longest that the model allows."""
 
 
 def canonical_rope(config: Mapping[str, Any]) -> str:
@@ -36,7 +36,7 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
 
 def varying_rope(rope: str) -> str:
     """Return the type in `rope` (from `canonical_rope`) if it rotates by more than the position.
-    Empty otherwise, and for longrope without a longer context than in pre-training."""
+    Empty for all others, and for longrope if no context may be longer than in pre-training."""
     canonical = msgspec.json.decode(rope)
     for embedding in (canonical, *canonical.values()):
         name = embedding.get("rope_type") if isinstance(embedding, dict) else None

@@ -24,7 +24,7 @@ _AFTER_THE_LAYERS = re.compile(r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f)\.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """The place of one tensor's bytes. `dtype` and `shape` are as the header states them."""
+    """The place of one tensor's bytes in a file. The file's header states `dtype` and `shape`."""
 
     path: Path
     dtype: str

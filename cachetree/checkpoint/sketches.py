@@ -65,8 +65,8 @@ def distances(sender: Sketches, receiver: Sketches, num_layers: int) -> tuple[fl
     of the sender's weights.
 
     The first value is for the tensors before the layers, each other value is for one layer. Both
-    models have the same tensors. Tensors behind the layers do not change KV. A change that is no
-    number counts as infinite.
+    models have the same tensors. Tensors behind the layers are left out, because no KV depends on
+    them. NaN counts as infinite.
     """
     changes, lengths = np.zeros(num_layers + 1), np.zeros(num_layers + 1)
     for name, theirs in sender.items():
@@ -97,8 +97,8 @@ def _values(dtype: str, piece: Any) -> NDArray[np.float32]:
 
 @cache
 def _signs_of_all() -> NDArray[np.float32]:
-    """Return the random signs that multiply the values of each piece of a tensor. They are the same
-    for all pieces; `_sketch` then multiplies a piece's sums by signs of that piece."""
+    """Return the random signs for the values of a piece (`_PIECE` values of a tensor). All pieces
+    have the same; `_sketch` then multiplies the sums of a piece by other signs of its own."""
     return _signs("", _PIECE).reshape(_ROWS, _WIDTH)
 
 

@@ -2,10 +2,10 @@
 releases of transformers save a tokenizer.
 
 Caches are found by token ids, and a model's KV depends on nothing else. So equal ids must mean
-equal text: vocabulary and merges are compared exactly. The steps that prepare text (normalizer,
-pre-tokenizer, post-processor, options, flags of added tokens) are compared by the ids that they
-give for fixed texts, and for the vocabulary written as text. A difference that this misses costs
-hits, never a right answer.
+equal text: vocabulary and merges are compared exactly. Other steps prepare the text: normalizer,
+pre-tokenizer, post-processor, options, and flags of added tokens. They are compared by the ids of
+fixed texts, and of the vocabulary written as text. If this misses a difference, a text gets other
+ids: a lookup then finds nothing, and no answer is wrong.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _TEXTS: Final = (
     "你好,世界。こんにちは世界 カタカナ 안녕하세요 한국어 Xin chào thế giới",
     "👍 \U0001f469\u200d\U0001f469\u200d\U0001f467 🏳\ufe0f\u200d🌈 🇩🇪 ☕\ufe0f ♥ ∑∫√ ≤≥ ← → ░▒ 𝔘𝔫𝔦",
 )
-"""Texts to tokenise. Unicode had their characters by 2016, so that the release of `tokenizers` does
-not matter."""
+"""Texts to tokenise. All their characters have been in Unicode since 2016, so all releases of
+`tokenizers` know them."""
 _WRITTEN: Final = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t"})
 _TOKENS_PER_TEXT: Final = 32
 _SPACES_OF_2023: Final = {
@@ -58,7 +58,8 @@ _SPACES: Final = {
     "prepend_scheme": "first",
     "split": False,
 }
-"""Form in which transformers 5 reads and saves the Llama tokenizers of 2023."""
+"""Pre-tokenizer that transformers 5 uses instead of `_SPACES_OF_2023`, the normalizer of Llama
+tokenizers of 2023."""
 
 
 def tokenizer_digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The tensors that a server runs, by their names in its checkpoint. An update replaces some."""
+"""Digests and sketches of the weights that a server runs. An update replaces some weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cachetree.errors import ConfigError
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _ROTATIONS: Final = ".rotary_emb."
-"""Part of the names of old checkpoints' rotation tables, which servers do not load."""
+"""Infix of the names of rotation tables in old checkpoints. Servers do not load these tables."""
 
 Layout = tuple[str, tuple[int, ...]]
 """Type of a tensor, as a safetensors header writes it, and its shape."""
@@ -111,8 +111,8 @@ class Weights:
 def of_folder(
     path: Path, identity: ModelIdentity, computing: Mapping[str, Any], cache_dir: Path | None
 ) -> Weights:
-    """Return the weights of the checkpoint in folder `path`. The caller has read the config
-    there."""
+    """Return the weights of the checkpoint in folder `path`. `identity` and `computing` come from
+    its config."""
     files = weight_files(path)
     digests = tensor_digests(files, cache_dir)
     is_tied = computing.get("tie_word_embeddings")
@@ -127,8 +127,8 @@ def of_folder(
 
 
 def loaded(digests: Digests) -> Digests:
-    """Return the digests of the tensors that count for a model. Tables of rotations do not count,
-    because servers skip them; nor does a head that equals the embeddings."""
+    """Return only the digests of tensors that servers load: no tables of rotations, and no output
+    head that equals the embeddings."""
     made = _without_rotations(digests)
     if made.get(_HEAD) == made.get(_EMBEDDINGS):
         made.pop(_HEAD, None)

@@ -39,8 +39,8 @@ _INT4_MAX: Final = 7.0
 
 
 def prepare(codec: Codec, length: int, device: torch.device) -> None:
-    """Make the tensors that vectors of this length need. Otherwise the first `encode` or `decode`
-    makes them, and the host waits."""
+    """Make the tensors that coding of vectors of this length needs. Otherwise the first `encode` or
+    `decode` makes them, and the host waits."""
     if codec is Codec.INT4:
         _hadamard(length, device)
 
