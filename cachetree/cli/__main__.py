@@ -1,4 +1,4 @@
-"""`python -m cachetree.cli`."""
+"""Run the command `cachetree` as `python -m cachetree.cli`."""
 
 from __future__ import annotations
 

@@ -45,14 +45,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def positive(text: str) -> float:
-    """Parse an argument that is a positive number."""
+    """Parse a command-line argument that must be a finite number above 0."""
     if not 0 < (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
     return number
 
 
 def add_worker(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which worker a command talks to."""
+    """Add the worker's address, its key and a time limit as arguments of a command."""
     command.add_argument("address", help="address of the worker, tcp://HOST:PORT")
     command.add_argument("--json", action="store_true", help="print one line of JSON")
     command.add_argument("--timeout", type=positive, default=2.0, help="most seconds to wait")
@@ -63,7 +63,7 @@ def add_worker(command: argparse.ArgumentParser) -> None:
 
 
 def credentials(args: argparse.Namespace) -> Credentials:
-    """Read the keys that the arguments name; raises ConfigError."""
+    """Read the key files that `--key-file` and `--server-key` name; raises ConfigError."""
     if (args.key_file is None) != (args.server_key is None):
         raise ConfigError("give --key-file and --server-key together, or neither")
     return credentials_of(args.key_file, args.server_key)
@@ -120,7 +120,7 @@ def _unpin(args: argparse.Namespace) -> tuple[verbs.Unpin, type[verbs.Unpinned]]
     return verbs.Unpin(model=args.model, pages=_prefix_of(args)), verbs.Unpinned
 
 
-# A prefix is named by page hashes, or by the tokens that they are made of.
+# An operator names a prefix by page hashes, or by tokens, from which we compute the hashes.
 
 
 def _add_prefix(command: argparse.ArgumentParser) -> None:

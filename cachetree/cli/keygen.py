@@ -1,4 +1,4 @@
-"""`cachetree keygen`: the key pair of a server."""
+"""Command `cachetree keygen`: make the key pair of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command `cachetree serve`: a worker that runs alone, and its configuration file."""
+"""Command `cachetree serve`: run a worker without SGLang, configured by a YAML file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A family, described by one of its models and by the way engines run this model."""
+    """Description of a family: one of its models, and the settings with which servers run it."""
 
     model: str
-    """Folder of a checkpoint. It need not contain weights."""
+    """Folder of the model's checkpoint. It need not contain weights."""
     kv_dtype: DType
     model_dtype: DType | None = None
-    """Dtype in which the engines compute. None: the same as `kv_dtype`, because engines by default
-    keep KV in their own dtype."""
+    """Dtype in which the servers compute. None: `kv_dtype`, because servers by default keep KV in
+    the dtype in which they compute."""
     page_size: int
     codec: Codec = Codec.NONE
     tp_size: int = 1
@@ -52,13 +52,14 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ServedWorker(WorkerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a worker that runs alone. By default it takes orders (see `admin`)."""
+    """Worker settings for `cachetree serve`. By default, everyone on this machine may evict and pin
+    if there is no key (see `admin`)."""
 
     admin: tuple[str, ...] | None = ()
 
 
 class ServedCache(CacheConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the cache of a worker that runs alone."""
+    """Cache settings for `cachetree serve`."""
 
     worker: ServedWorker = ServedWorker()
 
@@ -71,11 +72,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     same family. The file may have the fields of a `CheckpointFamily` instead."""
     cache: ServedCache = ServedCache()
     http: str | int = ""
-    """Address `HOST:PORT` that serves /metrics and /health. A port without a host is reachable on
-    this machine only. Empty: no such pages."""
+    """Address `HOST:PORT` of the page with /metrics and /health. A port without a host is reachable
+    on this machine only. Empty: no such page."""
     traces: str = ""
-    """Address `HOST:PORT` of a collector of spans (OTLP over gRPC, not encrypted). There is a span
-    for each fetch of a traced request. Empty: no spans."""
+    """Address `HOST:PORT` of an OpenTelemetry collector (OTLP over gRPC, not encrypted). It gets a
+    span for each served fetch of a traced request. Empty: no spans."""
 
     def __post_init__(self) -> None:
         rank, last = self.family.tp_rank, self.family.tp_size - 1
@@ -128,9 +129,9 @@ def run(config: ServeConfig) -> None:
 def _told_to_end() -> Iterator[Callable[[], object]]:
     """Yield a function that waits for Ctrl-C or SIGTERM. Only for the main thread.
 
-    A signal before the wait ends the wait at once; later signals do nothing. A signal mask would
-    not reach threads that exist already. An event would not work either: the handler and the
-    waiting thread would both take its lock.
+    A signal before the wait ends the wait at once; later signals do nothing. We wait at a socket. A
+    signal mask would not reach threads that exist already. With an event, the handler could wait
+    forever for a lock that the interrupted main thread holds.
     """
     heard, said = socket.socketpair()
     with heard, said:

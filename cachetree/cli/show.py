@@ -14,14 +14,14 @@ from cachetree.errors import CacheTreeError, printable
 
 
 def escape_output() -> None:
-    """Print characters that the terminal's encoding lacks (as ASCII does) as escapes, instead of
-    failing."""
+    """Let standard output print escapes for characters that its encoding lacks, instead of raising
+    UnicodeEncodeError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def status_of(program: str, run: Callable[[], int | None]) -> int:
-    """Run a command; return its exit status. An error is printed in one line."""
+    """Run a command and return its exit status. Print an expected error in one line."""
     try:
         return run() or 0
     except BrokenPipeError:  # The reader of this output has closed it.
@@ -51,7 +51,7 @@ def show_json(value: object) -> None:
 
 
 def show_fields(value: msgspec.Struct) -> None:
-    """Print a line for each field, and a table for a field with several parts."""
+    """Print one line per field. A dict becomes indented lines, a list of structs a table."""
     for line in _lines(msgspec.to_builtins(value)):
         show(printable(line))
 

@@ -1,6 +1,6 @@
-"""Maps that bring a sender's E closer to the receiver's, and the file with a pair's maps.
+"""Linear maps that bring a sender's E closer to the receiver's: apply, write and read them.
 
-    E of the block's input = E + E · matrix + bias      E: [tokens, hidden], the sender's
+    corrected E = E + E · matrix + bias      E: `[tokens, hidden]`, at the block's first layer
 
 A profile names each map by its layer, dtype and digest. The tensors are in a safetensors file
 beside the profile.
@@ -28,16 +28,16 @@ __all__ = ["Correction", "maps_path", "read_corrections", "write_corrections"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """Tensors of one map, all of one dtype and on one device."""
+    """One linear map for E: two tensors of one dtype on one device."""
 
     bias: Tensor
     """Bias that is added to E, `[hidden]`."""
     matrix: Tensor
-    """Matrix that E is multiplied with, `[hidden, hidden]`."""
+    """Matrix by which E is multiplied, `[hidden, hidden]`."""
 
     def __call__(self, e: Tensor, into: Tensor | None = None) -> Tensor:
-        """Correct E, `[tokens, hidden]`, of the map's dtype and device. Products are summed in
-        float32. Writes the result to `into`, if given."""
+        """Return the corrected `e`. It is `[tokens, hidden]`, and has the dtype and device of the
+        map. Products are summed in float32. Writes the result to `into`, if given."""
         return torch.addmm(e, e, self.matrix, out=into).add_(self.bias)
 
     @property
@@ -45,8 +45,8 @@ class Correction:
         return self.bias, self.matrix
 
     def named(self, layer: int) -> EMap:
-        """Return the entry that names this map in a profile, for E at `layer`. The tensors have to
-        be on the host."""
+        """Return what a profile stores about this map: `layer`, dtype and digest. The tensors have
+        to be on the host."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""The page for monitors. /metrics has the metrics. /health says whether the cache is alive, can
+"""HTTP server for monitors: /metrics has the metrics. /health says whether the cache is alive, can
 serve, and has problems."""
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from cachetree.transport import Address, open_port
 log = logging.getLogger(__name__)
 
 _STUCK_S: Final = 5.0
-"""A worker's thread counts as stuck if its loop has not turned for this many seconds. Normally the
-loop turns four times a second, even if nothing happens."""
+"""A worker's thread counts as stuck if its loop makes no pass for this many seconds. An idle loop
+makes four passes a second."""
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """Seconds to wait for the next bytes of a request."""
 _MOST_S: Final = 10.0
-"""Longest time of one connection in seconds, even if bytes of its request still arrive."""
+"""Longest life of a connection in seconds, even if bytes of its request still arrive."""
 _MAX_AT_ONCE: Final = 32
-"""Largest number of connections. Each has a thread. If one more comes, the oldest connection is
-closed: it is stuck, because a normal request takes milliseconds.
-"""
+"""Largest number of connections with a thread. If one more comes, the oldest is closed: it must be
+stuck, because a normal request takes milliseconds."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     live: bool
     """True if the worker's thread still runs its loop. Otherwise only a restart helps."""
     ready: bool
-    """True if the worker listens, and has filled its memory from its disk."""
+    """True if `live`, and the start-up copy of entries from disk to memory has ended."""
     degraded: tuple[str, ...]
     """Problems of a cache that still serves; empty if there are none."""
 
@@ -81,7 +80,8 @@ class StatusPage(ThreadingHTTPServer):
     """
 
     request_queue_size = 128
-    """Largest number of connections that wait in the kernel. Any further monitor waits a second."""
+    """Largest number of connections that wait in the kernel. A client beyond it tries again after a
+    second."""
 
     def __init__(self, address: Address, status: Callable[[], CacheStatus]) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
@@ -90,7 +90,7 @@ class StatusPage(ThreadingHTTPServer):
         self.url: Final = replace(address, port=self.socket.getsockname()[1]).url
         self.status: Final = status
         self._open: dict[socket.socket, Deadline] = {}
-        """Connections with a thread, oldest first."""
+        """Connections with a thread, oldest first, and the time at which each has to end."""
         self._free_threads = threading.BoundedSemaphore(_MAX_AT_ONCE)
         self.registry: Final = CollectorRegistry()
         self.registry.register(StatusCollector(status))
@@ -100,7 +100,8 @@ class StatusPage(ThreadingHTTPServer):
         self._thread.start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, once fewer than `_MAX_AT_ONCE` connections have one."""
+        """Start a thread for a connection. If `_MAX_AT_ONCE` threads run, first end the oldest
+        connection."""
         self._hang_up(tuple(self._open)[: max(0, len(self._open) - _MAX_AT_ONCE + 1)])
         if not self._free_threads.acquire(timeout=_PATIENCE_S):
             self.shutdown_request(request)
@@ -113,7 +114,7 @@ class StatusPage(ThreadingHTTPServer):
         super().process_request_thread(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection. Its thread has ended, or could not be started."""
+        """Close a connection after its thread has ended, or could not be started."""
         super().shutdown_request(request)
         if self._open.pop(request, None) is not None:
             self._free_threads.release()
@@ -130,7 +131,7 @@ class StatusPage(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
-        """Ignore a client that closes its connection early."""
+        """Log a failed answer; only at level DEBUG if the client closed its connection early."""
         is_theirs = isinstance(sys.exc_info()[1], OSError)
         log.log(logging.DEBUG if is_theirs else logging.ERROR, "no answer", exc_info=True)
 

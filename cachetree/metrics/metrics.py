@@ -1,7 +1,7 @@
 """Prometheus metrics of a cache, read from its status at each scrape.
 
-Between two scrapes, metrics cost nothing. Labels are bounded: tiers, outcomes that are named here,
-and the present peers. A peer that has left is no longer shown.
+The number of time series is bounded. Labels name tiers, outcomes, and the present peers. A peer
+that has left is no longer shown.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Metric:
     kind: Literal["counter", "gauge"]
     text: str
     paths: Mapping[str, str]
-    """Path of an attribute of the status for each value of the last label (see `_values`). An empty
-    key: the path itself gives all label values."""
+    """Dotted path of attributes of CacheStatus, such as `disk.num_pages`, by the value of the last
+    label. The key "" adds no label value: `_values` finds all of them along the path."""
     labels: tuple[str, ...]
 
     @property
     def sample_name(self) -> str:
-        """Name of the metric in a scrape."""
+        """Name of the metric's values in a scrape. Counters end in `_total`."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def samples(self, status: CacheStatus) -> dict[tuple[str, ...], float]:
-        """Return the metric's values by the values of its labels. Empty if the cache lacks the part
-        that the metric is about."""
+        """Return the metric's numbers by their label values. Empty if the metric is about a disk,
+        worker or peer that the cache does not have."""
         return {
             (*found, label) if label else found: value
             for label, path in self.paths.items()
@@ -83,9 +83,9 @@ _gauge = partial(_metric, "gauge")
 
 
 def _values(part: Any, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield each number at a path, with its label values. The label value of a list's item is its
-    address or index; a dict's label value is the key. Yields nothing if a part of the path is
-    missing."""
+    """Yield (label values, number) for each number at `path`, starting at the struct `part`. For a
+    tuple on the path, the label value is each item's location or address; for a dict, each key.
+    Yields nothing if an attribute on the path is None."""
     name, _, rest = path.partition(".")
     match getattr(part, name):
         case None:

@@ -1,4 +1,4 @@
-"""Addresses of workers: they are parsed once, and refused if they are unclear."""
+"""Addresses of servers: parse them, look up their names, and open their ports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def without_password(text: str) -> str:
 
 
 def resolved(address: Address) -> Address:
-    """Look up the IP address of a name now. Blocks. Raises FetchError."""
+    """Return the address with an IP address as host. Blocks for the look-up. Raises FetchError."""
     try:
         infos = socket.getaddrinfo(address.host, address.port, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError as exc:
@@ -80,7 +80,7 @@ def cannot_bind(field: str, address: Address, why: str | None) -> ConfigError:
 
 
 def parse_address(value: str, *, field: str) -> Address:
-    """Parse the address in the setting `field`. Raises ConfigError."""
+    """Parse `tcp://HOST:PORT`, the value of the setting `field`. Raises ConfigError."""
     is_tcp = value.startswith("tcp:")
     shown = value if is_tcp else without_password(value)
     try:
@@ -106,7 +106,7 @@ def parse_remote(value: str, *, field: str) -> Address:
 
 
 def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None = None) -> Address:
-    """Parse the address to bind; port 0 takes a free port.
+    """Parse the address at which a worker listens; port 0 takes a free port.
 
     Raises ConfigError if other machines can reach the address, and there is neither a key nor
     `insecure`.

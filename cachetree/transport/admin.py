@@ -35,7 +35,7 @@ def ask(
     credentials: Credentials | None = None,
 ) -> _Answer:
     """Send a question or order to the worker at `address`, and return its answer of type `kind`.
-    Waits at most `timeout_s` until the worker has started.
+    Waits at most `timeout_s`, even if the worker has not started yet.
 
     Raises ConfigError, FetchError if the name has no address, AuthenticationError,
     DeadlineExceeded, ProtocolError, or OrderDenied.
@@ -55,7 +55,7 @@ Answer = Callable[[verbs.ToPeer], None]
 
 
 _NODES: Final = 128
-"""Largest number of tree nodes that an eviction visits in one turn of the worker: some 10 ms."""
+"""Tree nodes that an eviction visits in one pass of the worker's loop: some 10 ms of work."""
 
 
 @dataclass(eq=False)
@@ -72,8 +72,8 @@ class AdminService:
     _clock: Clock
     _evictions: deque[Iterator[int]] = field(default_factory=deque, init=False)
     _told: verbs.Status | None = field(default=None, init=False)
-    """State of the worker, computed once for all questions of one turn, because anyone may ask
-    without limit."""
+    """State of the worker for all questions of one pass of its loop. Anyone may ask without limit,
+    so it is computed once."""
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +81,7 @@ class AdminService:
         return bool(self._evictions)
 
     def go_on(self) -> None:
-        """Continue the oldest eviction a little. The worker calls this once a turn."""
+        """Continue the oldest eviction a little. The worker calls this in each pass of its loop."""
         self._told = None
         if self.has_work and len(tuple(islice(self._evictions[0], _NODES))) < _NODES:
             del self._evictions[0]

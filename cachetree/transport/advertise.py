@@ -17,8 +17,8 @@ from cachetree.tree import CacheTree, Change, join_hashes
 
 
 class ChangeQueue:
-    """Changes of a tree that wait for one reader. If more than `max_changes` wait, all are dropped,
-    and the reader has to `restart` with the tree's present entries.
+    """Queue of a tree's changes (entries added or removed). If more than `max_changes` wait, all
+    are dropped, and the reader has to `restart` with the tree's present entries.
 
     The tree adds changes with its lock held, from any thread. Everything else is for the reader's
     thread.
@@ -33,11 +33,11 @@ class ChangeQueue:
         self.num_noted = 0
         """Number of changes added so far. Any thread may read it."""
         self.num_taken = 0
-        """Number of changes that the reader has got, from `take` or within `restart`."""
+        """Number of changes added before the reader's last `take` or `restart`."""
         self.has_overflowed = False
         """True if changes were dropped: the reader has to call `restart`."""
         self.close: Callable[[], None] = lambda: None
-        """Function that stops adding changes. Idempotent; `restart` opens the queue again."""
+        """Function that makes the tree stop adding changes. Idempotent; `restart` undoes it."""
 
     def restart(self) -> Iterator[Change]:
         """Return the tree's present entries, and queue all later changes."""
@@ -71,11 +71,12 @@ ENTRY_PAGES: Final = 2048
 briefly."""
 
 _ENTRY_WEIGHT: Final = 8
-"""Size of an entry's other fields, as a number of page hashes."""
+"""Size of all fields of an entry except its pages, as a number of page hashes."""
 
 
 def entries_of(change: Change) -> Iterator[Entry]:
-    """Cut one change into entries of at most `ENTRY_PAGES` pages, each the parent of the next.
+    """Cut one change into entries of at most `ENTRY_PAGES` pages. The `parent` of an entry is the
+    last page before it.
 
     Removals begin with the last pages, so that the peer never has a page without its parent.
     """
@@ -113,11 +114,11 @@ _NOTHING: Final = -1
 MAX_UNANSWERED: Final = 256
 """Largest number of `Entries` messages that a peer may leave unanswered. Further messages wait."""
 MUTE_S: Final = 5.0
-"""Seconds without an answer after which no thread waits any longer for this peer."""
+"""Seconds for which `knowing` waits for a peer's next answer to an `Entries`."""
 
 
 class Advertiser:
-    """Make the adverts for one peer, and follow which of them the peer has answered.
+    """Make the adverts for one peer, and note which of them it has answered.
 
     If the peer is too slow, queued changes are dropped and a new snapshot begins: the peer's
     knowledge may be late, never wrong. For the worker's thread, except `knowing`.
@@ -134,11 +135,10 @@ class Advertiser:
         self._num_learned: float = _NOTHING
         """Number of changes that the peer has confirmed."""
         self._told: deque[int] = deque()
-        """A number for each unanswered `Entries`: how many changes the peer knows once it has
-        answered that message."""
+        """For each unanswered `Entries`: how many changes the peer knows once it answers."""
         self._names = tree.names
         self._named: set[str] = set()
-        """Models with names that were sent to the peer."""
+        """Ids of the models of which this session has sent the name."""
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:
@@ -173,7 +173,7 @@ class Advertiser:
         self._mute_since_s = self._clock() if self._told else math.inf
 
     def close(self) -> None:
-        """Stop, because the peer is gone: no thread waits for it any longer."""
+        """Stop, because the peer is gone. From now on, no thread waits for the peer's answers."""
         self._changes.close()
         self._num_learned = math.inf
 
@@ -184,7 +184,7 @@ class Advertiser:
         yield Synced()
 
     def _entries(self, changes: Iterable[Change]) -> Iterator[Advert]:
-        """Yield messages with the changes. When the peer answers the last message, it knows all
+        """Yield messages with `changes`. A peer that has answered the last message knows all
         changes taken so far."""
         num_taken = self._changes.num_taken
         for entries in pack(chain.from_iterable(map(entries_of, changes))):
@@ -225,7 +225,7 @@ class RemoteView:
         self._tree.remote.limit(self._location, max_pages, _MOST_MODELS)
 
     def apply(self, message: Advert) -> None:
-        """Apply an advert to the tree. Raises ProtocolError for entries that cannot exist."""
+        """Apply an advert to the tree. Raises ProtocolError for malformed entries."""
         match message:
             case Reset():
                 self.forget()

@@ -13,7 +13,7 @@ from cachetree.transport.config import PeerConfig
 
 
 class Backoff:
-    """A pause that doubles each time, up to ten times the first."""
+    """Pauses between attempts. Each is twice as long as the last, up to ten times the first."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = self._next_s = first_s
@@ -66,7 +66,7 @@ class Breaker:
         return bool(self.probe_in_s)
 
     def admits(self) -> bool:
-        """Return whether a fetch may start now. While half open, only one fetch at a time may: the
+        """Return whether a fetch may start now. While half open, only one fetch may run: the
         probe."""
         if self.is_open or self._is_probing:
             return False
@@ -94,8 +94,8 @@ class Breaker:
             self._cooldowns.reset()
 
     def released(self) -> None:
-        """Note that a fetch has ended and says nothing about the worker. Another fetch may then be
-        the probe."""
+        """Note that a fetch has ended without showing whether the worker works. If it was the
+        probe, the next fetch may be the probe."""
         self._is_probing = False
 
     def _open(self, now_s: float) -> None:

@@ -24,10 +24,10 @@ from cachetree.transport.send_queue import SendQueue
 _MAX_READS: Final = 64
 """Largest number of reads from the socket in one call of `receive`."""
 _WAKE_BYTES: Final = 1 << 20
-"""Bytes of a frame that have to arrive before the receiver wakes: each wakeup takes time."""
+"""Bytes of a frame that have to arrive before the reading thread wakes: each wakeup takes time."""
 _UNSENT_BYTES: Final = 256 << 10
-"""Largest number of unsent bytes in the kernel. More would not stay in the processor's caches until
-sent."""
+"""Largest number of unsent bytes in the kernel. More would leave the processor's caches before they
+are sent."""
 _KEEPALIVE_PROBES: Final = 3
 
 
@@ -51,8 +51,8 @@ class Channel:
         self.send_queue: Final = SendQueue(connection, seals, wake)
         self.received_bytes = 0
         self.served_bytes = 0
-        """Number of bytes served so far, as in `Stream`. The channel with the lowest number is
-        served next."""
+        """Bytes counted for this channel, as in `Stream.served_bytes`. The channel with the lowest
+        number sends next."""
         self._error: FetchError | None = None
         self._frame: Frame | None = None
         """Frame that is being received. None if a header is next."""
@@ -65,11 +65,10 @@ class Channel:
         self._digest = xxhash.xxh3_64()
         self._header = memoryview(bytearray(frames.HEADER_BYTES + seals.header_tag_bytes))
         self._sealed = np.empty(frames.PIECE_BYTES + seals.piece_tag_bytes, np.uint8).data
-        """Memory for one sealed piece. The kernel provides it when the first sealed piece
-        arrives."""
+        """Memory for one encrypted piece of a payload. Without keys it is never touched."""
         self._unit = self._piece = self._header
-        """Two buffers. The next bytes from the socket fill `_unit` completely. `_piece` gets its
-        content once the seal is open; without seals both are the same memory."""
+        """`_unit` is the buffer for the next bytes from the socket. Once it is full, its content is
+        decrypted into `_piece`. Without keys both are the same memory."""
         self._unit_at = 0
         self._wake_bytes = 1
 
@@ -91,15 +90,15 @@ class Channel:
         self.send_queue.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:
-        """Queue a message, to be sent after everything that is queued already. If the other side
-        does not read, the connection ends."""
+        """Queue a message behind all queued frames. If the other side does not read, the connection
+        ends."""
         frame = Frame(id=frames.MESSAGE, offset=0, size=len(message), checksum=checksum(message))
         if not self.send_queue.put_message(frame, message):
             self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
 
     def receive(self, receiver_of: ReceiverOf) -> Iterator[memoryview]:
-        """Receive the bytes that have arrived, at most some MiB, and yield the messages among them.
-        After a ProtocolError the caller has to close the channel."""
+        """Receive at most some MiB: write payloads into their receivers' memory, and yield
+        messages. After a ProtocolError the caller has to close the channel."""
         frame, receiver = self._frame, self._receiver
         if frame is not None and receiver is not None and not receiver.is_pending(frame):
             self._divert()
@@ -167,8 +166,7 @@ class Channel:
         self._piece = scrap
 
     def _read(self) -> bool:
-        """Read bytes from the socket. Return False if none had arrived; the poller then reports the
-        next bytes."""
+        """Read bytes into `_unit`. Return False if none had arrived, or the channel has ended."""
         if self.error is not None:
             return False
         try:
@@ -234,10 +232,10 @@ def bound_silence(connection: socket.socket, silence_s: float) -> None:
 
 
 def silence_limits(silence_s: float) -> tuple[int, int, int, int]:
-    """Return the kernel's limits for a TCP connection without acknowledgements.
+    """Return the kernel's limits for a TCP connection that is silent for `silence_s`.
 
-    The limits are: ms until the connection ends if data are unsent, seconds without data until the
-    first probe, seconds between probes, and the number of probes.
+    The limits are: ms until the connection ends if sent data are not acknowledged, seconds without
+    data until the first probe, seconds between probes, and the number of probes.
     """
     probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
     return round(silence_s * 1000), max(1, round(silence_s / 2)), probe_s, _KEEPALIVE_PROBES

@@ -12,8 +12,8 @@ from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from cachetree.transport.wire import Model
 
 _MAX_SILENCE_S: Final = 65_534
-"""Largest silence in seconds. `channel` gives half of it to the kernel: Linux takes at most
-MAX_TCP_KEEPIDLE."""
+"""Largest `silence_s`. `channel` gives half of it to the kernel as TCP_KEEPIDLE: Linux takes at
+most MAX_TCP_KEEPIDLE."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,8 +32,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     If this server has no key and `listen` is a loopback address, an empty list lets everyone on
     this machine evict and pin. None: no one may."""
     bulk_port: int = 0
-    """Port of sessions, on the host of `listen`. After its hello, each peer opens a connection to
-    this port. 0 takes a free port."""
+    """Port for the transfer of pages, on the host of `listen`. After a greeting at `listen`, each
+    peer opens a connection to this port. 0 takes a free port."""
     insecure: bool = False
     """Allow `listen` without a key at an address that other machines can reach. Nothing is then
     encrypted or authenticated."""
@@ -42,16 +42,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_bytes_per_s: float | None = None
     """Largest number of bytes per second that all fetches together may send. None: no limit."""
     max_streams: int = 256
-    """Largest number of fetches served at once. Further fetches are refused. A peer may have at
-    most three times as many fetches as there are free places."""
+    """Largest number of fetches served at once. Further fetches are refused. One peer gets at most
+    three quarters of this number."""
     max_peers: int = 256
     """Largest number of sessions at once. Further peers are refused."""
     max_pending_changes: int = 4096
-    """Largest number of changes of the tree queued for a peer that does not read. A peer with more
-    changes to read gets a new snapshot instead."""
+    """Largest number of changes of the tree queued for one peer. A peer with more changes to read
+    gets a new list of all entries instead."""
     shared_memory: bool = True
-    """Let peers on this host copy pages from this process's memory: they get positions, not frames.
-    Other peers get frames."""
+    """Let peers on this host copy pages from this process's memory. They get the pages' positions
+    in that memory instead of their bytes."""
     silence_s: float = 10.0
     """Seconds without a message after which a peer counts as gone. A closed connection is noticed
     at once."""
@@ -105,8 +105,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Number of times that a fetch asks for its missing bytes, after a lost connection or a damaged
     frame."""
     resume_s: float = 1.0
-    """Seconds without a connection after which a running fetch is given up: a full prefill should
-    not wait for the whole deadline. A look-up of the worker's name may take longer."""
+    """Seconds that an interrupted fetch waits for a new connection. Then it fails, so that its
+    request can prefill before the deadline. A look-up of the worker's name may prolong the wait."""
     breaker_errors: int = 3
     """Number of errors within `breaker_window_s` after which nothing is read from the worker for
     `cooldown_s`, and its entries are forgotten. Afterwards one fetch tries the worker again."""

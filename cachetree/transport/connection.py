@@ -1,4 +1,4 @@
-"""The peer's side of a connection: one question over ZMQ, then one session over TCP."""
+"""The reading side of a connection: one question over ZMQ, then one session over TCP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answer_of(
 ) -> wire.ToPeer:
     """Send a question to the worker at `to`, and return its answer. Blocks only in calls of `wait`.
 
-    With `until_up`, wait for a worker that does not listen yet; without, raise FetchError. Raises
+    If no worker listens yet, wait for it with `until_up`, else raise FetchError. Raises
     DeadlineExceeded, ProtocolError, AuthenticationError, and the errors of `wait`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -83,7 +83,7 @@ class Connection:
     def __init__(
         self, to: Address, credentials: Credentials, ticket: Ticket, wakeup: Wakeup, clock: Clock
     ) -> None:
-        """Connect to `to`: the IP address that gave the ticket, because a name could have
+        """`to` has the IP address of the worker that issued the ticket: a name could have
         several."""
         self._who: Final = f"worker {to.url}"
         self._bulk_url: Final = f"bulk_port {ticket.port} of {to.host}"

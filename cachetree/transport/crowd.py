@@ -1,4 +1,4 @@
-"""Limits on connections from strangers: how many may be open, and which connection is ended."""
+"""Limit the connections to a worker's ports: how many may be open, and which one ends first."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 _LEAST_DESCRIPTORS: Final = 4096
 """Number of file descriptors that a worker's process needs. Strangers can take 1,800: 1,000
-connections that libzmq has not reported yet, 512 that it has, and 256 on the data port."""
+connections that libzmq has not reported yet, 512 that it has reported, and 256 on the data port."""
 _WANTED_DESCRIPTORS: Final = 65_536
 
 
 def crowding(sources: Mapping[int, str]) -> int:
-    """Choose a connection to end, to make room: the oldest connection of the source with the most
+    """Return the descriptor of a connection to end: the oldest one of the source with the most
     connections.
 
     In this way, many connections from one address do not keep another address out. `sources` has
-    the source of each connection, by descriptor, oldest first.
+    the source of each connection (see `source_of`), by descriptor, oldest first.
     """
     ((most, _),) = Counter(sources.values()).most_common(1)
     return next(descriptor for descriptor, source in sources.items() if source == most)
@@ -50,24 +50,24 @@ class Connections:
     def __init__(self, most: int) -> None:
         self._most: Final = most
         self._ends: dict[int, tuple[Any, Any]] = {}
-        """Both addresses of each connection, by libzmq's descriptor. If they have changed, the
-        descriptor belongs to another socket now."""
+        """Own and remote address of each connection, by libzmq's descriptor. If they have changed,
+        the descriptor belongs to another socket now."""
         self._silent: dict[int, str] = {}
-        """Sources of connections that never sent a message, oldest first."""
+        """Sources of connections that never sent a message, by descriptor, oldest first."""
         self._heard: dict[int, str] = {}
-        """Sources of connections that have sent a message, oldest first."""
+        """Sources of connections that have sent a message, by descriptor, oldest first."""
         self._ending: set[int] = set()
         """Connections that this object has ended, while libzmq has not yet reported them as
         closed."""
 
     @property
     def are_ending(self) -> bool:
-        """Whether libzmq has not yet reported the end of a connection that this object ended."""
+        """Whether this object has ended connections that libzmq has not yet reported as closed."""
         return bool(self._ending)
 
     def came(self, descriptor: int, port: int) -> str:
-        """Note that libzmq accepted a connection at `port`. If a silent connection was ended to
-        make room, return its source, else an empty string."""
+        """Note that libzmq accepted a connection at `port`. If another connection had to end for
+        it, return that connection's source, else an empty string."""
         self.went(descriptor)
         with contextlib.suppress(OSError), _copy(descriptor) as copy:
             own, other = copy.getsockname(), copy.getpeername()
@@ -90,8 +90,8 @@ class Connections:
             known.pop(descriptor, None)
 
     def _bound(self, sources: dict[int, str]) -> str:
-        """End one connection if there are too many, and return its source. Else return an empty
-        string."""
+        """End one connection of `sources` if there are too many, and return its source. Else return
+        an empty string."""
         if len(sources) <= self._most:
             return ""
         source = sources[descriptor := crowding(sources)]
@@ -104,7 +104,7 @@ class Connections:
 
 
 def _copy(descriptor: int) -> socket.socket:
-    """Duplicate a descriptor as a socket, with a family that fits every address. Raises OSError.
+    """Duplicate a descriptor as a socket that can report IPv4 and IPv6 addresses. Raises OSError.
 
     `socket.fromfd` would leak its copy if the descriptor is no longer a socket.
     """

@@ -1,4 +1,4 @@
-"""The port at which peers open the data connections of their sessions; a connection needs a
+"""The port at which peers open data connections, one for each session. Each connection needs a
 ticket."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
 _BACKLOG: Final = 4096
-"""Largest number of connections that wait in the kernel. The kernel reports a connection once it
-has sent something, or all connections once so many wait."""
+"""Largest number of connections that wait in the kernel. The kernel reports a connection when its
+first bytes arrive, or all of them if so many wait."""
 _MAX_TICKETS: Final = 1024
 """Largest number of unused tickets. If there are more, the oldest ticket becomes invalid."""
 _MAX_SILENT: Final = 256
@@ -32,8 +32,8 @@ _SILENT_S: Final = 2
 
 
 class DataPort:
-    """Listening TCP socket for data connections, each admitted with a ticket. Never blocks. For the
-    worker's thread after construction."""
+    """Listening TCP socket for data connections; it admits only connections with a ticket. Never
+    blocks. Except the constructor, only for the worker's thread."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class DataPort:
         config: WorkerConfig,
         clock: Clock,
     ) -> None:
-        """`seals` makes the seals of a connection from its ticket's key. Other threads call `wake`,
-        as in `SendQueue`.
+        """`seals` returns the seals (encryption) of a connection for its ticket's key. Other
+        threads call `wake`, as in `SendQueue`.
 
         Raises ConfigError if the address cannot be bound.
         """
@@ -54,10 +54,10 @@ class DataPort:
         self._config = config
         self._clock = clock
         self._epoll = select.epoll()
-        """Poller of this port alone, because ZMQ's poller is slow with very many connections."""
+        """Poller of this port's connections, because ZMQ's poller is slow with very many."""
         self._listener = open_port(listen, field="bulk_port", backlog=_BACKLOG)
         self._listener.setblocking(False)
-        # The kernel reports a connection once its ticket has arrived, however many send none.
+        # The kernel reports a connection once its first bytes have arrived.
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         self._port: Final[int] = self._listener.getsockname()[1]
         self._tickets: dict[str, tuple[Ticket, Deadline]] = {}
@@ -80,8 +80,8 @@ class DataPort:
         return ticket
 
     def arrivals(self, ready: Container[object]) -> Iterator[tuple[str, Channel] | Refusal]:
-        """Admit connections that have arrived. Yield the peer's name and the channel for each valid
-        ticket, and a refusal for each connection that was closed.
+        """Accept connections. Yield the peer's name and the channel for each one with a valid
+        ticket, and a refusal for each one that sent something else.
 
         `ready` has the descriptors that a poll found ready.
         """
@@ -120,7 +120,8 @@ class DataPort:
             yield connection.fileno()
 
     def _hear(self, descriptor: int) -> Iterator[tuple[str, Channel] | Refusal]:
-        """Read a connection's ticket, if it has arrived. An incomplete ticket is invalid."""
+        """Read the token of a connection's ticket, if it has arrived, and admit or close the
+        connection. A partial token is invalid."""
         connection, _ = self._silent[descriptor]
         token, host = b"", ""
         try:
@@ -147,8 +148,8 @@ class DataPort:
         connection.close()
 
     def _owner(self, token: bytes) -> str | None:
-        """Return the peer to which a valid ticket was issued, else None. Takes the same time for
-        every token."""
+        """Return the name of the peer to which this token was issued. None if no valid ticket has
+        it. Takes the same time for every token."""
         owner = None
         for who, (ticket, deadline) in self._tickets.items():
             if hmac.compare_digest(ticket.token, token) and not deadline.has_passed:

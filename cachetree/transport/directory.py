@@ -28,18 +28,18 @@ MAX_FOUND: Final = 256
 _EXAMPLE: Final = "write dns://NAME:PORT"
 
 Look = Callable[[], Sequence[Location]]
-"""Function that returns the workers of a directory, at most `MAX_FOUND`. Blocks for seconds if a
-DNS server is silent. Raises OSError or ValueError if there is no answer."""
+"""Function that asks a directory for its workers, and returns at most `MAX_FOUND`. Blocks for
+seconds if a DNS server is silent. Raises OSError or ValueError if there is no answer."""
 
 
 class PeriodicTask:
-    """A task that its own thread repeats every `ASK_EVERY_S` seconds. No other thread waits for it.
+    """Call a function every `ASK_EVERY_S` seconds, in a thread of its own.
 
     Failures are logged, at most one a minute. `has_gone_well` is set after the first success.
     """
 
     def __init__(self, name: str, step: Callable[[], object]) -> None:
-        """`name` is the directory's URL."""
+        """`step` asks the directory at URL `name`."""
         self.name: Final = without_password(name)
         self.error = ""
         """Error of the last run. Empty if that run succeeded."""

@@ -1,6 +1,7 @@
 """Frames of a data connection: their form, their seals, and the ticket that opens a connection.
 
-Frames are headers of one size, each followed by its payload.
+A frame is a header of 28 bytes and its payload. A seal protects both: with keys, encryption that
+also finds changes; without keys, a checksum of the header.
 
     bytes [0, 8)    id of the fetch; 0 if the payload is a message of `wire`
     bytes [8, 16)   position of the payload's first byte in the fetch, step after step
@@ -17,10 +18,10 @@ All numbers are little-endian. No frame has bytes of two steps.
     Frame, payload          ◄─►     header and payload sealed with the key; without keys in
                                     clear, and each header with a checksum
 
-Each direction numbers its headers and pieces of payloads, and a seal covers the number. From a
-changed, lost, repeated or moved part on, no seal can be opened, and the connection ends. Without
-keys, the checksum of a header covers its number in the same way. So no other code looks for losses.
-A key serves one connection, and seals each number once.
+Payloads are sealed in pieces. Each direction numbers its headers and pieces, and a seal covers the
+number. If a header or piece is changed, lost, repeated or moved, the next check fails, and the
+connection ends. So no other code looks for losses. A key serves one connection, and seals each
+number once.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     """Token that is used once and sent in clear. It opens one connection, and decrypts nothing."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    """Key of the seals. Unused if the two sides have no key pairs."""
+    """Key that encrypts the connection. Unused if the two sides have no key pairs."""
 
     def __repr__(self) -> str:
         return f"Ticket(port={self.port})"
@@ -109,7 +110,7 @@ def new_ticket(port: int) -> Ticket:
 
 class Unsealed:
     """Seals of a connection without keys. Headers have a checksum, and payloads are sent in clear.
-    They protect against accidents only. Each side makes one object for each connection."""
+    This protects against accidents only. Each side makes one object for each connection."""
 
     header_tag_bytes = 8
     piece_tag_bytes = 0
@@ -122,12 +123,12 @@ class Unsealed:
         return header + xxhash.xxh3_64_digest(header, self._num_sealed)
 
     def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
-        """Yield the sealed pieces of the payload that follows the last sealed header. Without a
-        seal these are the parts of `payload`."""
+        """Yield, in order, the bytes to send as payload of the last sealed header: encrypted
+        pieces, or without keys `payload` itself."""
         yield from payload
 
     def open(self, header: memoryview) -> memoryview | bytes:
-        """Check a header and return it in clear. Raises ProtocolError; the caller then has to end
+        """Check a header and return it decrypted. Raises ProtocolError; the caller then has to end
         the connection."""
         self._num_opened += 1
         clear, tag = header[: -self.header_tag_bytes], header[-self.header_tag_bytes :]
@@ -139,8 +140,8 @@ class Unsealed:
         return clear
 
     def open_piece(self, sealed: memoryview, into: memoryview) -> None:
-        """Check the next piece of a payload, and write it in clear to `into`. If seals have no
-        tags, both arguments are the same memory. Raises ProtocolError, like `open`."""
+        """Check the next piece of a payload, and write it decrypted to `into`. Without keys both
+        arguments are the same memory, and nothing is done. Raises ProtocolError, like `open`."""
 
 
 class Seals(Unsealed):
@@ -181,5 +182,5 @@ class Seals(Unsealed):
 
 
 def _nonce(number: int, *, by_worker: bool) -> bytes:
-    """Return the 12-byte nonce of a seal. Each seal of a key has another nonce."""
+    """Return the 12-byte nonce of a seal: who seals, and the seal's number."""
     return struct.pack(">?xxxQ", by_worker, number)

@@ -3,7 +3,7 @@
     peer: Credentials                         worker: AccessControl
     own key pair, the worker's key            own key pair, the peers' keys
     greeting                          ◄─►     greeting      both use CURVE, or neither does
-    hello, with a key of the moment   ──►                   unreadable with another worker's key
+    hello, with a temporary key       ──►                   unreadable with another worker's key
                                       ◄──     welcome
     initiate: this is my key          ──►     on the list? otherwise ──► 400
                                       ◄──     ready         now messages pass
@@ -60,7 +60,7 @@ _ADMIN: Final = b"admin"
 _READER: Final = b"reader"
 """User id that libzmq attaches to each message of a peer that may only read."""
 _MAX_EVENTS: Final = 256
-"""Largest number of handshakes that one turn of the worker decides, and of events that it reads."""
+"""Largest numbers of handshakes and of events that one pass of the worker's loop handles."""
 _MAX_CONNECTIONS: Final = 256
 """Largest number of open connections that have never sent a message, and of those that have. A
 normal connection lasts milliseconds: one question and its answer."""
@@ -72,7 +72,7 @@ _EVENTS_ENDPOINT: Final = "inproc://cachetree.connections"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A handshake that failed at a worker."""
+    """A connection that a worker did not accept."""
 
     who: str
     """Name of the other side, as far as it is known. All attempts of one side have the same name,
@@ -86,8 +86,8 @@ class AccessControl:
 
     For each connection, libzmq asks over ZAP (its authentication protocol) whether to accept it.
     The address for ZAP exists once per context. So each worker has its own context, and answers in
-    its own thread. Without an answer libzmq accepts no connection. For the worker's thread after
-    construction.
+    its own thread. Without an answer libzmq accepts no connection. Except the constructor, only for
+    the worker's thread.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class AccessControl:
     def guard(
         self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
     ) -> None:
-        """Prepare a socket before it is bound. From then on, the poller also wakes the worker for
-        `refusals`. A message that is too large closes its connection."""
+        """Prepare a socket before it is bound. From then on, `poller` also reports handshakes,
+        which `refusals` decides. A message that is too large closes its connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._asked = context.socket(zmq.REP)
@@ -142,8 +142,8 @@ class AccessControl:
                     yield refusal
 
     def note_message(self, message: zmq.Frame) -> None:
-        """Note that a message has arrived over its connection. If there are too many connections,
-        those without a message are ended first."""
+        """Note that `message` has arrived: its connection is now one of those that have sent a
+        message (see `crowd.Connections`)."""
         self._connections.heard(int(message.get(zmq.SRCFD)))
 
     def is_admin(self, message: zmq.Frame) -> bool:
@@ -151,7 +151,7 @@ class AccessControl:
         return message.get("User-Id") == _ADMIN.decode()
 
     def seals(self, key: bytes) -> Unsealed:
-        """Return the seals of a data connection with this key."""
+        """Return the seals for a data connection with this ticket key."""
         return Seals(key, is_worker=True) if self._own else Unsealed()
 
     def _decided(self) -> Refusal | None:
@@ -190,7 +190,7 @@ class AccessControl:
                 self._connections.went(event["value"])
                 return None
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._connections.are_ending:
-                return None  # A connection that was ended here. It was reported already.
+                return None  # `came` has reported this connection already.
         # libzmq does not say which connection it was.
         if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             return Refusal("another key", "a peer expected this worker to have another key")
@@ -220,7 +220,7 @@ class Credentials:
             socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
     def seals(self, key: bytes) -> Unsealed:
-        """Return the seals of the data connection, from the key of its ticket."""
+        """Return the seals for a data connection with this ticket key."""
         return Seals(key, is_worker=False) if self._own else Unsealed()
 
     def failure(self, event: int, who: str) -> CacheTreeError:
@@ -270,8 +270,8 @@ def check_worker(config: WorkerConfig) -> tuple[Address, AccessControl]:
 
 
 def bind_ports(config: WorkerConfig, held: ExitStack) -> None:
-    """Check that the ports of a worker's configuration are free, and keep them until `held` ends.
-    Raises ConfigError."""
+    """Check that the ports of a worker's configuration are free, and keep them bound until `held`
+    closes. Raises ConfigError."""
     listen = parse_address(config.listen, field="listen")
     held.enter_context(open_port(listen, field="listen"))
     if config.bulk_port:

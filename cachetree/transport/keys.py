@@ -87,7 +87,7 @@ def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
 
 
 def _write_new(file: Path, text: str, mode: int) -> None:
-    """Write a new file with exactly this mode, at every moment and with any umask."""
+    """Write a new file with this mode, whatever the umask. It never has more permissions."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "w") as writer:
         os.fchmod(descriptor, mode)
@@ -115,8 +115,8 @@ def read_key_pair(path: str) -> KeyPair:
 
 
 def read_public_key(value: str, *, field: str) -> PublicKey:
-    """Return the public key that `value` is, or the only key in the file that `value` names. Raises
-    ConfigError."""
+    """Return the public key in `value`, or in the file at path `value`, which must have one key.
+    Raises ConfigError."""
     keys = list(_public_keys(value, field=field))
     if len(keys) != 1:
         raise ConfigError(f"{field} names {value}, which holds {len(keys)} keys instead of one")

@@ -11,7 +11,7 @@ from cachetree.planning import FREE_LINK, Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
-"""If the sending thread ran late, it may catch up on at most this many seconds of the rate."""
+"""A sending thread that ran late may catch up the bytes of at most this many seconds."""
 
 FRAME_S = 0.01
 """Largest number of seconds that a frame takes under a rate limit, to keep the rate smooth."""
@@ -39,15 +39,15 @@ class Cap:
         self._free_at_s = start_s + num_bytes / self._bytes_per_s
 
     def idle(self) -> None:
-        """Note that nothing waited to be sent until now. Unused time is not saved for later."""
+        """Note that there was nothing to send until now. Later frames may not use the lost time."""
         self._free_at_s = max(self._free_at_s, self._clock())
 
 
 class Bandwidth:
     """Measure one link from recent fetches: a fixed time per fetch, and a time per byte.
 
-    The fixed time comes from short fetches: in two thirds of them, at most this time passed beyond
-    the time of their bytes. The time per byte is a median, in which fetches with mostly bytes count
+    From each short fetch we subtract the time of its bytes. Two thirds of the differences do not
+    exceed the fixed time. The time per byte is a median, in which fetches with mostly bytes count
     more. So one stalled fetch changes little. If two fetches in a row were much slower or much
     faster than predicted, the link has changed, and older samples are dropped.
 
@@ -73,8 +73,8 @@ class Bandwidth:
     _MOST_DOUBLINGS = 20.0
     _MIN_LATE_S = 0.1
     _MIN_GIVEN_UP_S = 0.01
-    """Least seconds of a fetch that counts as a sample although its reader gave it up. For a fetch
-    that missed its deadline, the least is `_MIN_LATE_S`."""
+    """A fetch that its reader gave up can be a sample after this many seconds. A fetch that missed
+    its deadline can be one after `_MIN_LATE_S`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
