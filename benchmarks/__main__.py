@@ -1,6 +1,6 @@
-"""Run every benchmark, the most important first: `python -m benchmarks [NAME ...]`.
+"""Run the benchmarks of `NAMES`, the most important first: `python -m benchmarks [NAME ...]`.
 
-Each benchmark replaces its `results/NAME.json`; then the tables in the pages are made again. If a
+Each benchmark replaces its `results/NAME.json`. Then the tables in the pages are made again. If a
 benchmark fails, its old result stays, all others still run, and the exit status is 1.
 """
 

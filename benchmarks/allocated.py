@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def counting() -> Iterator[ProcessPoolExecutor]:
-    """Start a process that takes all its memory from malloc, as `allocated_bytes` needs it."""
+    """Start a process in which `allocated_bytes` counts all memory: Python uses malloc there."""
     os.environ["PYTHONMALLOC"] = "malloc"  # Only processes that start later read it.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield pool

@@ -4,9 +4,9 @@
     python -m benchmarks.beside ../before -- disk.py --mib 128 --repetitions 3
 
 Each checkout runs its own script with its own code. The two take turns to be first, so that the
-machine's other work disturbs both alike. Both scripts write lines of JSON; we compare the medians
-over the rounds of every number in these lines. If a ratio of times is above 1, the benchmark is
-slower now; if a ratio of speeds is above 1, it is faster.
+machine's other work disturbs both alike. Both scripts write lines of JSON. For each number in them,
+we compare the two medians over the rounds. A ratio above 1 means slower now if the number is a
+time, and faster now if it is a speed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NOW = Path(__file__).resolve().parents[1]
 
 
 def numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield each number in a JSON value with its path. A row's name in the path is its `what`, or
-    else its index."""
+    """Yield each number in a JSON value, under a name made of the keys above it. An item of a list
+    is named by its `what`, or else by its index."""
     if isinstance(data, dict):
         for key, value in data.items():
             if key != "environment":

@@ -1,4 +1,4 @@
-"""How much quality on the shipped pairs, and how much time, do fewer bytes of KV and E cost?
+"""What do smaller KV and E (the codecs int8 and int4) cost, in quality and in time?
 
     python -m benchmarks.compression [--num-documents 24] [--json FILE]
 
@@ -7,10 +7,10 @@ Physics: a codec saves time if the link is slower than the codec. Let `r` be the
 transfer, it saves time on links below (1 - r) / (e + d) bytes per second. The scale of each vector
 takes two bytes: 64 values of bfloat16 shrink from 128 bytes to 66 (8 bits) or 34 (4 bits).
 
-Quality: the sender's KV and E are encoded and decoded. The receiver recomputes the profile's block
-from this E, and answers the held-out questions. KL is the distance to the receiver's full prefill,
-without a codec. The pairs' head_dim is 32, half of the usual size, so their ratios are a little
-worse.
+Quality, of the shipped pairs: the sender's KV and E are encoded and decoded. The receiver
+recomputes the profile's block from this E, and answers the held-out questions. KL is the distance
+to the receiver's full prefill, without a codec. The pairs' head_dim is 32, half of the usual size,
+so their ratios are a little worse.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def through(codec: Codec, tensor: Tensor, length: int) -> Tensor:
 
 
 def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
-    """Measure full reuse and the profile's block under every codec."""
+    """Return F1 and KL under every codec: with all layers loaded, and with the profile's block."""
     sender_at, receiver_at, profile_at = SUBJECTS[name]
     profile = read_measured(profile_at)
     pair = load_pair(sender_at, receiver_at, dtype=torch.bfloat16)
@@ -87,7 +87,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
 def examine(
     sender: Answerer, receiver: Answerer, profile: MeasuredProfile, document: Document
 ) -> dict[tuple[Codec, str], list[tuple[float, float]]]:
-    """Return F1 and KL of each question about one document, by codec and way of reuse."""
+    """Return F1 and KL of each question about one document, by codec and plan."""
     block, num_layers = profile.recommended.block, receiver.model.num_layers
     theirs = sender.model.prefix(document.prefix, {block.start})
     own = receiver.model.prefix(document.prefix, ()).kv
@@ -110,7 +110,7 @@ def examine(
 
 
 def measure_speed() -> list[dict[str, Any]]:
-    """Measure GB/s of bfloat16 bytes on one thread."""
+    """Measure GB/s of bfloat16 on one thread: each codec's `encode` and `decode`, and a copy."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(SPEED_VECTORS, SPEED_LENGTH, generator=generator).to(torch.bfloat16)

@@ -1,14 +1,14 @@
-"""How much of the speed of plain files does the disk store keep?
+"""How much of the speed of plain files does the disk store reach?
 
     python -m benchmarks.disk [--mib 256] [--repetitions 7] [--path DIRECTORY]
 
 Physics: a buffered write copies each byte into the page cache, a warm read copies the byte out, and
-a cold read waits for the device. The store adds one checksum per page and layer (with the page in
-the second-level cache), a header per entry, and one `open` per step. The baseline writes the same
-buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory. It does so
-1 MiB at a time, without checksums. A read is cold after fdatasync and posix_fadvise(DONTNEED); a
-hypervisor's cache may still be warm. The restart row opens a cache over many small entries, until
-all of them match.
+a cold read waits for the device. The store adds one checksum per page and layer, of bytes in the
+second-level cache. It also adds a header per entry, and one `open` for each layer's KV or E. The
+baseline writes the same buffers with `pwritev` to a new file, and reads them with `preadv` into the
+same memory. It does so 1 MiB at a time, without checksums. A read is cold after fdatasync and
+posix_fadvise(DONTNEED); a hypervisor's cache may still be warm. The last row is the time to open a
+cache over many small entries.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def write(store: DiskStore, pages: Sequence[PageHash], views: Views) -> None:
 
 
 class Files:
-    """The same bytes in memory, in a plain file and in a disk store. Each write makes a new file or
-    store."""
+    """The same bytes in memory, in a plain file and in a disk store."""
 
     def __init__(self, directory: Path, pages: list[PageHash]) -> None:
         self.directory = directory

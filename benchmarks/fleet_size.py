@@ -1,26 +1,26 @@
-"""How much memory and CPU does a fleet of many workers cost one engine, and how does this grow?
+"""What do many workers cost one engine that reads from all of them, in memory and CPU?
 
     python -m benchmarks.fleet_size [--workers 25 50 100 200] [--pages 1000000]
 
 `--pages` is the number of pages that the largest fleet advertises. A smaller fleet advertises
-proportionally fewer, so that each worker always has as many. Each worker has its own tree, full of
-prompts of 64 pages. All workers have one of these prompts in common. Adverts pass through the
-worker's own `Advertiser`, the wire's encoding and the engine's `RemoteView` of the worker, as
-between real processes; only the sockets are left out.
+proportionally fewer, so that each worker has the same number in every fleet. Each worker has its
+own tree, full of prompts of 64 pages. All workers have one of these prompts in common. A worker's
+adverts say which pages it has. They pass through the worker's own `Advertiser`, the wire's encoding
+and the engine's `RemoteView` of the worker, as between real processes. Only the sockets are left
+out.
 
 First each worker sends its snapshot: we count the bytes that the engine allocates for it. Then the
 fleet runs for `--seconds`. Each worker stores one new prompt a second in place of its oldest. We
 count the messages that reach the engine, their bytes, and the CPU time to read them. Last we look
-up prompts that one worker has, that all have, and that none has. We count the CPU time with garbage
-collection off, and compare each answer with the workers' own trees.
+up prompts that one worker has, that all workers have, and that no worker has. We count the CPU time
+with garbage collection off, and compare each answer with the workers' own trees.
 
 Physics: each worker names each of its pages to the engine once, so memory and messages are linear
-in the number of workers. If no worker has the prompt, a lookup is one look into a dict; if all have
-it, the lookup names each of them. All engines of a fleet together pay for the square of its size:
-for many hosts, use a shared storage. Each size runs in its own process. The benchmark fails if any
-figure except rare times grows faster than linearly, with an exponent above 1.25 from the smallest
-to the largest fleet. It is not 1, because the linear part of a lookup outgrows the processor's
-caches.
+in the number of workers. If no worker has the prompt, a lookup reads a dict once. If all workers
+have it, the lookup names each of them. The costs of all engines of a fleet add up to the square of
+its size: for many hosts, use a shared storage. Each size runs in its own process. The benchmark
+fails if a figure grows with an exponent above 1.25 from the smallest to the largest fleet. The
+limit is not 1, because the data of a lookup outgrows the processor's caches.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ MAX_EXPONENT = 1.25
 NOT_JUDGED = frozenset(
     {"workers", "pages", "cpu_share", "one_p99_us", "all_p99_us", "nobody_p99_us"}
 )
-"""Figures that may grow faster than linearly: the fleet's sizes, and figures that other work on the
+"""Figures without a limit on their growth: the fleet's sizes, and times that other work on the
 machine disturbs."""
 
 
 class SimulatedWorker:
-    """A worker's tree, the adverts that it has sent to the engine, and the engine's view of the
-    worker."""
+    """A worker's tree, the `Advertiser` that tells the engine of its pages, and the engine's view
+    of it."""
 
     def __init__(self, number: int, num_pages: int, engine: CacheTree) -> None:
         num_bytes = num_pages * PAGE_BYTES
@@ -66,7 +66,7 @@ class SimulatedWorker:
         self._advertiser: Advertiser | None = None
 
     def store(self, prompt: list[PageHash] | None = None) -> None:
-        """Store this prompt in place of the oldest. If no prompt is named, store a new one."""
+        """Store a prompt, by default a new one, in place of the worker's oldest."""
         prompt = prompt or prompt_of(self._random)
         for part in (KV, Part(1)):
             reservation = self.tree.reserve(MODEL, None, prompt, part)
@@ -163,8 +163,8 @@ def lookups(
 
 
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the exponent with which each figure grows with the number of workers, from the first
-    row to the last."""
+    """Return the power of the number of workers with which each figure grows, from the first row to
+    the last."""
     first, last = rows[0], rows[-1]
     growth = math.log(last["workers"] / first["workers"])
     return {

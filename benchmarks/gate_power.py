@@ -1,4 +1,4 @@
-"""How often does the gate pass a plan that loses too much, and how soon does it pass a good plan?
+"""How often does the gate pass a plan that loses too much? How early does it pass a good plan?
 
     python -m benchmarks.gate_power [--runs 4000] [--json benchmarks/results/gate_power.json]
 
@@ -6,18 +6,18 @@ We simulate held-out contexts and know their true loss. The profiler's own gate
 (`profiles.stats.gate`) reads them one after another, at its tolerance of 5 %.
 
     even        each question is drawn independently: a plan loses right answers and gains a few
-    clustered   a third of the loss is in contexts that are lost whole
-    whole       all of the loss is in such contexts
-    rare large  the loss is in a few contexts that have forty questions, and are lost whole
-    uneven      contexts have one to forty questions
+    clustered   a third of the loss is in lost contexts: the plan has no right answer there
+    whole       all of the loss is in lost contexts
+    rare large  all of the loss is in a few lost contexts, which have forty questions
+    uneven      as `even`, with one to forty questions for each context
 
-Baseline: the previous gate. It bet by powers of a half, and looked only once, at the end.
+Baseline: the previous gate. It bet 1, 1/2, 1/4, … 1/32, and judged only once, after all contexts.
 
-Physics: in any world, a bet against "the plan loses more than the tolerance" wins by luck at most
-one time in twenty (Ville's inequality). We may look at any time. So we check the rate of false
-passes: the benchmark fails above 5 % and two standard deviations. The bets are chosen to prove good
-plans soon. If a loss is just below the tolerance, the number of contexts grows with the inverse
-square of its distance from the tolerance.
+Physics: the gate bets against "the plan loses more than the tolerance". If the plan does lose more,
+the bet wins by luck at most one time in twenty (Ville's inequality). This holds for any contexts,
+however often the gate judges. So the benchmark fails if the rate of false passes is above 5 % and
+two standard deviations. The bets are chosen to prove good plans early. If a loss is just below the
+tolerance, the gate needs many contexts: the inverse square of the distance from the tolerance.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES: Final = ((120, 2), (120, 6), (300, 2), (300, 6))
 LOSSES: Final = (0.01, 0.023)
 MANY: Final = 40
 LARGE: Final = 0.055
-"""Share of contexts that have many questions."""
+"""Share of contexts that have `MANY` questions, in the world `rare large`."""
 
 Sample = tuple[list[list[float]], list[list[float]]]
 """Qualities of full prefill and of a plan, for each context and question."""
@@ -88,8 +88,9 @@ def _drawn(
     loss: float | None,
     is_lost: NDArray[np.bool_],
 ) -> Sample:
-    """Draw right and wrong answers. The plan loses a share `loss` of full prefill's quality by
-    single questions (None: nothing), and all questions of contexts that `is_lost` marks."""
+    """Draw right and wrong answers. The plan has no right answer in the contexts of `is_lost`. In
+    all others it loses a share `loss` of full prefill's quality, question by question (None:
+    nothing)."""
     full, plan = [], []
     for count, lost in zip(counts, is_lost, strict=True):
         right = rng.random(count) < FULL
@@ -103,7 +104,7 @@ def _drawn(
 
 
 def passed_before(full: list[list[float]], plan: list[list[float]]) -> bool:
-    """Return whether the previous gate passes the plan on the same contexts."""
+    """Return whether the previous gate passes the plan."""
     bets = 0.5 ** np.arange(6)
     lost = np.array([fmean(it) for it in full]) - np.array([fmean(it) for it in plan]) / (
         1 - TOLERANCE
@@ -136,8 +137,8 @@ def rate(world: str, size: tuple[int, int], loss: float, runs: int) -> dict[str,
 
 
 def most_false(runs: int) -> float:
-    """Return the largest observed rate of false passes that chance still explains if the true rate
-    is `ERROR_RATE`."""
+    """Return the highest rate of false passes that the benchmark accepts: two standard deviations
+    above `ERROR_RATE`."""
     return ERROR_RATE + 2 * sqrt(ERROR_RATE * (1 - ERROR_RATE) / runs)
 
 

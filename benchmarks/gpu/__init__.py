@@ -1,1 +1,1 @@
-"""Checks of the CUDA path on this device: `python -m benchmarks.gpu`."""
+"""Test and time this project's code on a CUDA device: `python -m benchmarks.gpu`."""

@@ -1,26 +1,29 @@
-"""Does the CUDA path work on this device, and how fast? Fifteen minutes at most; `make gpu`.
+"""Does our code work on this CUDA device, and how fast? Fifteen minutes at most; `make gpu`.
 
     python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.json] [--only PART ...]
     python -m benchmarks.gpu --rehearse    on CPUs: small versions of the parts that run there
 
-    ttft       an 8B-shaped pair of 32 layers, a quarter of them recomputed, at 2K, 10K and 40K
-               tokens, beside SGLang's full prefill and its radix cache; answers compared
+    ttft       time to first token of an 8B-shaped pair that recomputes 8 of 32 layers, at 2K, 10K
+               and 40K tokens, beside SGLang's full prefill and its radix cache; answers compared
     overlap    copies of loaded layers by the product's loader beside a layer's kernels:
                milliseconds that they add per layer, and their bandwidth
     throughput requests per second at a target for the first token, with two models on the device:
                Poisson arrivals for two minutes
-    lora       eight adapters of one server that read one document, beside SGLang alone
+    lora       time to first token of eight adapters of one server that read one document, beside
+               SGLang alone
     oracle     answers with recomputed blocks beside plain transformers: llama and qwen3, FlashInfer
-               and FA3, with CUDA graphs and without, adapters, two ranks, quantised weights
-    pinned     staged KV copied into slots from page-locked memory, beside pageable memory
-    captured   a CUDA graph has to write each replay's E into that replay's slots
-    sanitizer  the copies under torch's CUDA sanitizer, and under NVIDIA's
+               and FA3, with CUDA graphs and without, adapters, two ranks
+    quantised  the same with quantised weights
+    captured   do all replays of a CUDA graph write E into their own slots?
+    pinned     bandwidth of copies of KV into slots, from page-locked and from pageable memory
+    torch_sanitizer, compute_sanitizer
+               the copies under torch's CUDA sanitizer, and under NVIDIA's
     flashinfer FlashInfer's answer over a cached prefix, saved for tests without a device
 
-Parts run in order of worth. Each has its own time limit, plus the time that earlier parts left. At
-the limit a part is ended, and its results so far are reported, marked as cut. A part that cannot
-run on this machine says why. The file is written at each result, so a run may be stopped at any
-time. With `--only`, the file keeps the rows of all other parts, with their environments.
+The most useful parts run first. Each has its own time limit, plus the time that earlier parts left.
+At the limit we end the part, and report its results so far, marked as cut. A part that cannot run
+on this machine says why. The file is written at each result, so a run may be stopped at any time.
+With `--only`, the file keeps the rows of all other parts, with their environments.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ def beside(num_tokens: int) -> Iterator[Found]:
 
 
 def sanitized(command: Sequence[str], _num_tokens: int) -> Iterator[Found]:
-    """Run the copy parts (`WATCHED`) in one process under a sanitizer."""
+    """Run a sanitizer, `command`, over one process with all parts that copy (`WATCHED`)."""
     needs()
     if shutil.which(command[0]) is None:
         raise NotHere(f"{command[0]} is not installed")
@@ -106,7 +109,7 @@ def compared(selection: str, _num_tokens: int) -> Iterator[Found]:
 
 
 def served(name: str, num_tokens: int) -> Iterator[Found]:
-    """Run a part with servers that make random weights on their device."""
+    """Run a part that starts servers with random weights: `ttft`, `throughput` or `lora`."""
     needs("sglang", on_cpus=True)
     from benchmarks.gpu import adapters, servers, throughput
 
@@ -136,7 +139,7 @@ PARTS = {
     "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 30),
     "flashinfer": Part(dumped, 15),
 }
-"""Parts in order of worth: a run that is cut has the most useful results."""
+"""Parts, the most useful first: they then have results, even if the run is stopped early."""
 
 
 def tell(results: Found) -> None:

@@ -24,8 +24,7 @@ DEVICE = {
 
 
 def measure(_num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Measure the time to first token in one round: of each adapter after the first, and of all at
-    once."""
+    """Measure one round of times to first token: adapters one after the other, then all at once."""
     at, num_adapters = scale(), 2 if is_rehearsal() else NUM_ADAPTERS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

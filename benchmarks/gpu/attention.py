@@ -1,6 +1,7 @@
-"""Save FlashInfer's output over a cached prefix on this device, called as by SGLang's backend.
+"""Save FlashInfer's attention over a cached prefix on this device, called as SGLang's backend does.
 
-`tests/cuda/test_gpu_benchmark` replays the files of `tests/cuda/flashinfer` on a CPU.
+On CPUs, a reference replaces FlashInfer's kernels. `tests/cuda/test_gpu_benchmark` compares it with
+the saved files, in `tests/cuda/flashinfer`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 NEW, BEFORE = (5, 3), (20, 7)
-"""Numbers of new tokens of two prompts, and of tokens of their cached prefixes."""
+"""New tokens of each of two prompts, and tokens of each prompt's cached prefix."""
 _WORKSPACE_BYTES = 128 << 20
 
 

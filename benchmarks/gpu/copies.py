@@ -1,6 +1,7 @@
-"""Check E in a CUDA graph, and time copies from host memory into KV slots, by the product's code.
+"""Two parts of the GPU benchmark: E in a CUDA graph, and copies of KV from host memory into slots.
 
-Each part checks the copied bytes before it reports a time.
+`captured` counts rows of E that a graph's replays write wrong. `pinned` checks the copied bytes
+before it reports a time. Both run the product's code.
 """
 
 from __future__ import annotations
@@ -81,13 +82,14 @@ class Loads:
         self.num_bytes = self.host.nbytes
 
     def by(self, rows: Any) -> Callable[[int], object]:
-        """Return a function that copies one layer with `rows`, on the current stream."""
+        """Return a function that takes a layer's number. It copies the layer into the slots by
+        `rows`, on the current stream."""
         pool: Any = ServerPool(rows, None, self.coding, self.page_tokens)
         staged = [it.view(torch.uint8).flatten().numpy().data for it in self.host]
         return lambda layer: pool.load(layer, self.slots, [staged[layer]])
 
     def check(self, steps: Iterator[None]) -> None:
-        """Raise RuntimeError unless this work fills the slots with the KV in host memory."""
+        """Do the work. Raise RuntimeError if the slots then differ from the KV in host memory."""
         self._buffers.zero_()
         for _ in steps:
             pass
@@ -109,8 +111,8 @@ def pinned(num_tokens: int) -> Iterator[dict[str, Any]]:
 
 
 Work = Callable[[], Iterator[None]]
-"""Function that works on the current stream. Its time begins at the first `yield` and ends at the
-second."""
+"""Function that queues work on the current stream. `turns_ms` measures from its first `yield` to
+its second."""
 
 
 def plain(run: Callable[[], object]) -> Work:

@@ -6,11 +6,11 @@ once all kernels of the layer are launched: so copies have to share a device tha
 
 Physics: a layer of 8,192 tokens has 32 MiB of KV, which takes 0.7 ms at 48 GB/s. The computed layer
 takes 4 TFLOP, about 7 ms. So three copies are shorter than the compute. They delay it only by the
-multiprocessors and the memory bandwidth that they take from it.
+multiprocessors and the memory bandwidth that they take from it. The ways to copy:
 
-scatter    a copy to the device, then two scatters: the product's way for encoded KV
-kernel     SGLang's HiCache kernel reads page-locked memory: the product's way for plain KV
-dma        SGLang's page-wise copies by the device's copy engines, with K and V stored apart
+    scatter    a copy to the device, then two scatters: the product's way for encoded KV
+    kernel     SGLang's HiCache kernel reads page-locked memory: the product's way for plain KV
+    dma        SGLang's copies by the device's copy engines, page by page, with K and V stored apart
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDE = 14336
 CHUNK = 8192
 """Tokens of one forward, as in SGLang's chunked prefill."""
 GOAL_PERCENT = 5.0
-"""Largest share, in percent, that copies may add, if they are shorter than the computed layer."""
+"""Percent of the layer's time that copies may add, if they are shorter than the layer."""
 WAYS = ("scatter", "kernel", "dma")
 Way = Callable[[int], object]
 """Function that copies one layer of a `Loads` on the current stream."""
@@ -114,7 +114,7 @@ class Arriving:
 
 
 def loaded(loader: Loader, loads: Loads, way: Way, compute: Callable[[], object]) -> Iterator[None]:
-    """Compute a layer, and load the other layers beside it; as a `copies.Work`."""
+    """Work (`copies.Work`) that computes a layer while the loader copies the other layers."""
     source: Any = Arriving(way, loads.num_bytes)
     plan: Any = SimpleNamespace(block=Span(0, 0))
     load = Load(plan=plan, source=source, at=Span(0, len(loads.slots)), slots=loads.slots)

@@ -1,6 +1,6 @@
-"""Run each part in its own process, and end the process when its time is up.
+"""Run each part of the GPU benchmark in its own process, and end the process when its time is up.
 
-A part prints its results so far as a line of JSON. If a part is cut, its last line counts.
+A part prints its results so far as a line of JSON. The last line counts if the part is ended.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def lines_of_json(lines: Any) -> Iterator[Found]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End the process and everything that it has started in its session. First send SIGTERM,
-    because tests have servers to stop."""
+    """End the process and everything that it has started in its session. First send SIGTERM, so
+    that a test can stop its servers."""
     with contextlib.suppress(ProcessLookupError):  # No process is left.
         for how in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, how)

@@ -1,7 +1,8 @@
 """Checkpoints without weights: a server makes random ones on its device, and reads no big file.
 
-In the file of weights each tensor begins with a seed, and the rest of it is a hole. A plugin of
-SGLang makes weights from the seeds. Models may share their first layers, so that reuse is exact.
+In the file of weights each tensor begins with a seed. The rest of it is a hole, which takes no disk
+space. A plugin of SGLang makes weights from the seeds. Models may share their first layers, so that
+reuse is exact.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _TARGET: Final = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights
 
 
 def write_seeded(folder: Path, config: Any, names: Sequence[str], num_shared: int) -> list[Path]:
-    """Write one checkpoint in bfloat16 per name. Weights below layer `num_shared` are equal."""
+    """Write one checkpoint in bfloat16 per name. Weights below layer `num_shared` are the same in
+    all."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.architectures = [type(model).__name__]
@@ -81,14 +83,15 @@ def register() -> None:
 def _random_weights(
     read: Any, loader: object, source: Any, **options: object
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make random weights. If a folder has weights, as an adapter has, read them."""
+    """Make the weights of a checkpoint with seeds. Let SGLang read any other, such as an
+    adapter."""
     path, device = Path(source.model_or_path), "cuda" if torch.cuda.is_available() else "cpu"
     is_seeded = (path / _FILE).exists()
     yield from random_weights(path, device) if is_seeded else read(loader, source, **options)
 
 
 def random_weights(path: Path, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make each tensor of a checkpoint of `write_seeded`. Norms are 1."""
+    """Make each tensor of a checkpoint that `write_seeded` wrote. Weights of norms are 1."""
     file = path / _FILE
     with file.open("rb") as opened:
         for name, stored in read_tensors([file]).items():

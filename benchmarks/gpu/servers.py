@@ -23,14 +23,14 @@ from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, runni
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.1
-"""Largest difference of log-probabilities that kernels of other shapes may cause in bfloat16."""
+"""Largest difference of log-probabilities that rounding in bfloat16 may cause."""
 PAGE = 64
 REPEATS = 3
 _TOLD = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR) \S+::(\S+)")
 """Pattern of one test's outcome in the output of pytest-xdist."""
 _AT_ONCE = 4
-"""Cases that run at once, each with two small servers: most of their time is start-up on the
-host."""
+"""Number of test cases that run at once, each with two small servers. Most of their time is the
+servers' start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ class Scale:
     run_s: float
     """Seconds of arrivals at one rate."""
     host_gb: int
-    """GB of the sender's cache, which holds all documents, and of the receiver's staging memory."""
+    """GB of each of two memories: the sender's cache, which holds all documents, and the receiver's
+    staging memory."""
     options: Mapping[str, Any]
     """Options of SGLang."""
 
@@ -78,7 +79,7 @@ ON_DEVICE = Scale(
     host_gb=10,
     options={"mem-fraction-static": 0.4, "dtype": "bfloat16"},
 )
-"""An 8B model of random weights, a quarter of it recomputed."""
+"""Sizes for a GPU: an 8B model of random weights, a quarter of it recomputed."""
 REHEARSED = Scale(
     hidden=256,
     heads=4,
@@ -93,7 +94,7 @@ REHEARSED = Scale(
     host_gb=1,
     options={"device": "cpu", "dtype": "float32"},
 )
-"""A small model for a rehearsal on a machine without a GPU. Its times mean nothing."""
+"""Sizes for a rehearsal on a machine without a GPU. The times mean nothing."""
 
 
 def scale() -> Scale:
@@ -101,7 +102,8 @@ def scale() -> Scale:
 
 
 class SizedServer(ServerSpec):
-    """A server with a stated KV pool, which can start while other servers take memory."""
+    """A server that may start at the same time as others, because its options state the KV pool's
+    size."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
         return False
@@ -206,7 +208,7 @@ def control_of(block: Span) -> dict[str, str]:
 
 
 def reused(server: Server, tokens: Sequence[int], block: Span) -> FirstToken:
-    """Ask until all pages of the prompt that can be reused are reused. Return the last answer."""
+    """Repeat the request until it reuses all pages that it can. Return that answer."""
     num_reusable = (len(tokens) - 1) // PAGE * PAGE
     deadline = time.monotonic() + 20
     while True:
@@ -220,7 +222,7 @@ def reused(server: Server, tokens: Sequence[int], block: Span) -> FirstToken:
 
 
 def oracle(selection: str) -> Iterator[dict[str, Any]]:
-    """Run `tests/gpu` under pytest and yield the outcomes so far."""
+    """Run `tests/gpu` under pytest, and yield the outcome of each test so far."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", selection]
     command += ["-n", str(_AT_ONCE), "--dist", "loadgroup"]
     with subprocess.Popen(

@@ -2,9 +2,9 @@
 
 A receiver gets requests for documents that a sender has read, at random times (Poisson). The
 receiver's KV pool has room for less than half of the documents, so none is left there when the next
-request for it comes. Two ways are compared: to compute all layers, and to recompute a block. The
-rate rises from run to run, until fewer than nine of ten first tokens are in time. The target is
-twice the time of a full prefill on an idle server. Each way gets a minute.
+request for it comes. Two ways are compared: to compute all layers, or only a block. The rate rises
+from run to run, until fewer than nine of ten first tokens come within the target, or a minute is
+over. The target is twice the TTFT of a full prefill on an idle server.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Requests:
         self._url, self._documents, self._flush, self._send = url, documents, flush, send
 
     def ask(self, times_s: Sequence[float], controls: Mapping[str, str]) -> list[Answer]:
-        """Ask about the documents in turns, from an empty cache. Each request is sent at its
-        time."""
+        """Send a request at each of these times, about one document after the other, from an empty
+        cache."""
         self._flush()
         documents = shuffled_rounds(len(times_s), len(self._documents), SEED)
         return self._send(
