@@ -8,19 +8,17 @@ Each receiver first reads documents of its own task that its profile does not kn
 documents of another task (the real pair: other questions about the same documents). Last it reads
 its own documents from KV that the sender keeps as int4. Every answer is compared with an exact run.
 So we know the guard's distances for a pair that still fits its profile, and for a pair that does
-not.
+not. The questions of the small pair's own task are asked once more, at temperature 1. This must not
+change the distances, because the guard compares greedy runs of its own.
 
-The questions of the small pair's own task are asked once more, at temperature 1. The guard
-compares its own greedy runs, so the distances must be the same.
-
-From these distances, drawn with replacement, we simulate 300 reused requests a day. They run the
-guard's own code at its default rate, with the shipped profile's bound:
+Then we simulate 300 reused requests a day. The guard's own code compares some of them, at its
+default rate and with the profile's bound. Each comparison draws one of these distances:
 
     found      reused requests until the alarm, if documents change at the first request, and if
                they change after 1,000
     healthy    share of 20,000 healthy requests that is compared, and runs of them with an alarm
-    clustered  the same for 30 days on which all documents above the bound follow each other, once
-               a day at a random time: the order that no proof covers
+    clustered  runs of 30 days with an alarm, if all documents above the bound follow each other
+               once a day, at a random time: no proof covers this order
 """
 
 from __future__ import annotations
@@ -58,9 +56,9 @@ NUM_CLUSTERED = 200
 """Number of simulated runs of `NUM_DAYS` days."""
 NUM_RUNS = 500
 NUM_SMALL = 300
-"""Number of questions, each about another document."""
+"""Number of questions for the small pair in each task, each about another document."""
 REAL_SET = "verify"
-"""Set of `tools.real`, with three questions about each document."""
+"""Data set of `tools.real`, with three questions about each document."""
 GOAL = 200
 NUM_TRIES = 5
 PUBLISH = {"publish": "before_reply"}
@@ -92,7 +90,7 @@ class Pair:
 
     @property
     def service(self) -> tuple[PlanId, WatchedPair]:
-        """The recommended plan, and the pair as the guard of a newly started server watches it."""
+        """The recommended plan's id, and the guard's state of the pair when a server starts."""
         profile, plan = read_profile(self.profile), self.plan
         models = profile.sender.model_id, profile.receiver.model_id
         block = plan.start, plan.stop
@@ -194,7 +192,7 @@ def distances(
 
 
 def reuse(receiver: Server, prompt: Prompt, block: str, temperature: float) -> None:
-    """Ask until the answer was reused. On a busy machine a load may be too late."""
+    """Repeat the request until it reuses KV. On a busy machine a load may be too late."""
     for _ in range(NUM_TRIES):
         receiver.flush()
         reply = receiver.generate(
@@ -226,7 +224,8 @@ class Requests:
         self._random = random
 
     def ask(self, distances: Sequence[float]) -> bool:
-        """Make a request. Return False once the plan is out of service."""
+        """Simulate a request with one of these distances. Return False once the guard has stopped
+        the plan."""
         self.num_asked += 1
         if self._random.random() < RATE or self.plan in self.pair.suspects:
             hour = self.num_asked * 24 // PER_DAY
@@ -236,8 +235,8 @@ class Requests:
         return self.pair.num_left == self.num_left
 
     def ask_in_clusters(self, distances: Sequence[float]) -> bool:
-        """Make a day's requests, with all large distances in a row. Return False once the plan is
-        out of service."""
+        """Simulate a day's requests, with all distances above the bound in a row. Return False once
+        the guard has stopped the plan."""
         key = self.plan.block, self.plan.e_corrected
         allowed = next(it.allowed for it in self.pair.plans if it.key == key)
         day = self._random.choices(distances, k=PER_DAY)
@@ -249,8 +248,8 @@ class Requests:
 def requests_until_alarm(
     pair: Pair, before: Sequence[float], drifted: Sequence[float], seed: int
 ) -> int:
-    """Return the number of drifted requests until the alarm, at most ten times `GOAL`. Healthy
-    requests with the distances `before` may precede them."""
+    """Return the number of drifted requests until the alarm, at most ten times `GOAL`. If there are
+    distances `before`, healthy requests with these come first."""
     requests = Requests(pair, Random(seed))
     for _ in range(NUM_BEFORE if before else 0):
         requests.ask(before)
@@ -280,7 +279,7 @@ def of_clusters(pair: Pair, healthy: Sequence[float]) -> dict[str, float]:
 
 
 def rows_of(pair: Pair) -> Iterator[dict[str, Any]]:
-    """Measure a pair, and yield a row for each study. The healthy study is first."""
+    """Measure a pair, and yield a row for each task and setting. The pair's own task is first."""
     own, *others = pair.tasks
     healthy: list[float] = []
     studies = [((own, *others), 0.0, {}), ((own,), 0.0, {"codec": "int4"})]

@@ -4,18 +4,19 @@
     python -m benchmarks.kv_maps --work build/kv_maps --json benchmarks/results/kv_maps.json
 
 Each layer has one ridge regression, as in arXiv 2608.03893, from the sender's keys and values of
-that layer to the receiver's. Keys are mapped without their rotation. The first token's KV is the
-receiver's own, because its values are on another scale. Penalties are chosen as for maps of E.
+that layer to the receiver's. Keys are mapped without their rotation (RoPE). The first token's KV is
+the receiver's own, because its values are on another scale. The profiler's code for maps of E
+chooses the penalties.
 
 The profiler judges blocks that begin with corrected E, once over the sender's KV as it is, and once
 over its mapped KV. Its gate tries plans from most to least work, on one held-out context after
-another, until a plan is proven or hopeless. Plans behind a hopeless plan are not tried. On pages
-and code of this repository, plans are measured by their distance from full prefill. The drift
-guard's own code then watches such distances.
+another, until a plan is proven or hopeless. After a hopeless plan, it tries no plan of less work.
+We also measure each plan's distances from full prefill, on pages and code of this repository. A
+simulation of the drift guard's own code then says how soon it stops the plan on such text.
 
 Physics, for each token: a map takes (columns of K and V)² products. A layer takes one product per
-weight, and its attention. A run that was stopped continues. A profile's journal, copied to
-WORK/SKILL.jsonl, has answers and plans that need not be measured again.
+weight, and its attention. A run that was stopped continues. To reuse an earlier profile's answers
+and plans, copy its journal to WORK/SKILL.jsonl.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def fit_kv(
 def fitted(
     passes: Sequence[DocumentPasses], e_layers: Collection[int], file: Path
 ) -> tuple[dict[int, Correction], dict[int, Correction]]:
-    """Return maps of KV and of E by layer, from the file or fitted and written to it."""
+    """Return maps of KV and of E by layer. Read the file, or fit the maps and write it."""
     if not file.exists():
         model = passes[0].receiver
         of_kv = enumerate(fit_kv(model, ((it.theirs, it.own) for it in passes)))
@@ -162,7 +163,7 @@ def _turned(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class InService:
-    """A plan in service, as the drift guard's simulation reads it."""
+    """One plan in place of a `guard_drift.Pair`, for the simulation of the guard."""
 
     allowed: float
 
@@ -216,7 +217,7 @@ def row(
 
 
 def texts(records: Sequence[Record]) -> Iterator[Record]:
-    """Ask a skill's questions about pages and code of this repository, in turns."""
+    """Yield questions of a skill about pages and code of this repository, in turns."""
     pages, code = (sorted(ROOT.glob(it)) for it in ("docs/*.md", "cachetree/*/*.py"))
     files = [*chain(*zip(pages, code[:: len(code) // len(pages)], strict=False))][:NUM_FOREIGN]
     apart = len(records) // NUM_FOREIGN

@@ -4,9 +4,9 @@
 
 Two servers run one randomly initialised model of 12 layers × 768. The receiver may load all layers
 of a 1,000-token document from a relay. We pace the link to one rate after the other, from fast to
-slow. At each rate, requests of mode `auto` alternate with full prefills (`off`) of the same
-documents. We compare their answers before their times. The server learns the rate from the first
-two requests; medians are taken over the others.
+slow. At each rate, requests for which the server chooses (mode `auto`) alternate with full prefills
+(`off`) of the same documents. We compare their answers before their times. The server learns the
+rate from the first two requests; medians are taken over the others.
 
 Physics: a full prefill takes t, and the document's KV of b bytes takes t' = b / rate. A plan is
 used if it is faster, t' < t. On slower links `auto` must behave like `off` and wait for nothing.

@@ -7,7 +7,7 @@ There is one base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, a
 weights. All adapters read one document of 2,000 tokens; each asks its own question. SGLang alone
 keeps a tree per adapter, so each of n adapters computes the document. With the extension only the
 first adapter computes the document. The others copy its slots in the pool and recompute three
-layers, [4, 7), by a made-up profile that passed its gate.
+layers, [4, 7), by a made-up profile.
 
 Physics: a full prefill computes 12 layers for every token, the block about 2.1 layers (two whole,
 and K and V of the third). So the second adapter's first token is at best 12 / 2.1 = 5.7 times
@@ -15,14 +15,15 @@ faster, less the forward over the question. If n adapters are sent at once, the 
 (n-1) layers in place of 12 n: 3.6 times less for 8. Decoding is the same on both sides.
 
 Contenders take turns on fresh documents. We compare outputs before times. SGLang's answer must
-agree with an oracle's full prefill of the merged weights, and the extension's with the oracle's
-same plan. In every round the first adapter's answers must agree.
+agree with an oracle's full prefill of the merged weights, and the extension's answer with the
+oracle's by the same plan. In every round, the first adapter must give the same answer on both
+servers.
 
-With `--activated`: how much do n activated adapters cost, beside n ordinary adapters? A batch may
-hold `max_loras_per_batch` adapters. An activated adapter needs the base in its batch, too. With n
-slots, one of n requests sent at once waits until another has answered; with n + 1 slots none waits.
-Nothing is recomputed for an activated adapter, so at best the time to first token is the question's
-forward. Before times, all answers are compared between the two numbers of slots.
+With `--activated`: how much do n activated adapters (aLoRAs) cost, beside n ordinary adapters? A
+batch has slots for `max_loras_per_batch` adapters. With activated adapters, the base needs a slot,
+too. With n slots, one of n requests sent at once waits until another has answered; with n + 1 slots
+none waits. Nothing is recomputed for an activated adapter, so at best the time to first token is
+the question's forward. Answers with n and with n + 1 slots must be equal.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Bench:
     """Number of tokens in the document."""
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Prompts about one document: an invocation, and a different question for each adapter."""
+        """Make a prompt for each adapter: one document, an invocation for aLoRAs, and a
+        question."""
         document = [*random_prompt(self.num_tokens, seed), *INVOCATION]
         questions = range(100_000 + 100 * seed, 100_000 + 100 * seed + len(self.names))
         return [[*document, *random_prompt(NUM_QUESTION, it)] for it in questions]
@@ -148,7 +150,7 @@ def write(base: Path, num_adapters: int) -> Models:
 
 
 def pool_tokens(num_tokens: int, num_requests: int) -> int:
-    """Slots that the KV pool needs, in whole pages."""
+    """Slots that the KV pool needs for the adapters' requests and one more, in whole pages."""
     pages = -(-(num_tokens + NUM_QUESTION + MAX_NEW) // PAGE) + 1
     return (num_requests + 1) * pages * PAGE
 
@@ -193,8 +195,8 @@ def settings_of(models: Models) -> dict[str, Any]:
 
 @contextmanager
 def activated_bench(models: Models, num_tokens: int) -> Iterator[Bench]:
-    """Run ordinary adapters, and activated copies of them: first with as many slots, then with one
-    more slot."""
+    """Run three servers: with ordinary adapters, with activated copies of them, and with these
+    copies and one more slot for adapters."""
     ordinary = {it.name: it for it in models.adapters}
     copies = {
         name: activate(Path(copytree(it, it.with_name(f"{name}-activated"))), INVOCATION)
@@ -228,8 +230,8 @@ def activated_bench(models: Models, num_tokens: int) -> Iterator[Bench]:
 
 
 def measure_activated(testbed: Bench, rounds: int) -> list[dict[str, Any]]:
-    """Measure like `measure`, and also the last time to first token of a burst. In it, a request
-    may wait for a slot."""
+    """Measure the servers of `activated_bench` in turns. `last_ttft_ms` is the largest TTFT of a
+    burst, in which a request may wait for a slot."""
     times: dict[str, dict[str, list[float]]] = {
         who: {"later_ttft_ms": [], "burst_ms": [], "last_ttft_ms": []} for who in testbed.servers
     }
@@ -258,7 +260,7 @@ def measure_activated(testbed: Bench, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure(testbed: Bench, rounds: int) -> dict[str, Any]:
-    """Measure the contenders in turns. The first round warms up. Return medians of all rounds, in
+    """Measure the contenders in turns. The first round warms up. Return medians of all others, in
     ms."""
     later: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     burst: dict[str, list[float]] = {who: [] for who in CONTENDERS}
@@ -284,8 +286,8 @@ def measure(testbed: Bench, rounds: int) -> dict[str, Any]:
 
 
 def require_plan(samples: Sequence[Sample]) -> None:
-    """Check that one adapter computed the document, and that the other adapters read it by the
-    profile."""
+    """Check that one adapter computed the document. All others must reuse it with the profile's
+    block."""
     outcomes = sorted(sample.provenance["outcome"] for sample in samples)
     assert outcomes == ["no_match"] + ["reused"] * (len(samples) - 1), outcomes
     readers = [sample.provenance for sample in samples if sample.provenance["outcome"] == "reused"]

@@ -1,21 +1,21 @@
-"""Is the chosen plan never slower than a full prefill, on a GPU and over any link?
+"""Is the chosen plan never slower than a full prefill, on a simulated GPU and over any link?
 
     python -m benchmarks.never_slower [--json benchmarks/results/never_slower.json]
 
-The fits and the policy are the product's; the device is computed from public figures. The device
-serves about 400 prompts of 32 to 40,000 tokens, in full or with a block recomputed. It also fetches
-and loads, and every time has noise and a rare delay by other work. The fits learn from these times
-and choose plans. We compare the plans by their true times, which the policy never sees.
+A simulated server serves about 400 prompts of 32 to 40,000 tokens, in full or with a block
+recomputed. It also fetches and loads. Its times follow from public figures of a GPU, with noise and
+a rare delay by other work. The product's code fits costs to these times, and its policy chooses
+plans. We compare the plans by their true times, which the policy never sees.
 
-Physics of a pass over n tokens, c before each, through w layers of a Llama-3-8B:
+Physics of a Llama-3-8B:
 
-    a layer   the longest of its launches, its products at the utilisation, and its weights read
-    link      fetches share it evenly: each waits for its bytes and as many of every other fetch
+    a layer   the longest of three times: to launch kernels, to multiply, and to read weights
+    link      a fetch waits for its own bytes, and for as many bytes of every other fetch
     copies    host to device, E before the block and KV beside it
     overhead  of each fetch: a round trip, and the time until the scheduler sees its end
 
-The fixed plans to compare with are a full prefill and every proven block. The server's own rules
-may give a chosen plan up, by the progress of its fetch. Then it costs a full prefill on top.
+We also compare with fixed plans: a full prefill and every proven block. The server's own rules may
+give up the fetch of a chosen plan. The request then takes the time until that, and a full prefill.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
 FETCHES = (0, 1, 4, 16)
 FRAME_BYTES = PeerConfig().frame_bytes
 NUM_LOOKS = 32
-"""How many times we check the progress of a fetch, each time after another frame. A server checks
-after every frame."""
+"""Number of checks of a fetch's progress, each after another frame. A server checks after every
+frame."""
 RATE_S = 0.2
 """Seconds that a fetch runs before its rate counts, as in `sglang_droidspeak.request.arrivals`."""
 FAR = Location("tcp://far:1")
@@ -148,8 +148,8 @@ class Server:
         self.meter.loaded(num_bytes, copy_s + COPY_LAUNCHES_S)
 
     def serve(self, num_requests: int) -> None:
-        """Serve prompts of all lengths, every second prompt with a block, and fetch at the same
-        time."""
+        """Serve prompts of all lengths: every second prompt with a block, every fourth with a
+        fetch."""
         for number in range(num_requests):
             num_tokens = int(math.exp(self._random.uniform(math.log(32), math.log(40_000))))
             if number % 2:
@@ -218,8 +218,8 @@ class Truth:
         return self.reuse_s(plan) if given_up_s is None else given_up_s + self.full_s
 
     def _given_up_s(self, plan: Plan, patience: Patience) -> float | None:
-        """Return the seconds after which the fetch is given up, because a frame is later than the
-        server waits. None if it is never given up."""
+        """Return the seconds after which the server gives up the fetch, because a frame is too
+        late. None if it never gives up."""
         num_bytes, ready_s = sum(self._bytes(plan)), self.wait_s(plan)
         most_s = patience.most_s + self._recompute_s(plan)
         num_frames = -(-num_bytes // FRAME_BYTES)
@@ -272,7 +272,7 @@ PROFILES = index_profiles([profile_of(SENDER, RECEIVER, *PROVEN[::-1])])
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, at one device, link and length, with a number of other fetches."""
+    """Result of one request: on a device, over a link, of a length, beside some other fetches."""
 
     device: str
     gb_per_s: float

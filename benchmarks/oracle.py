@@ -1,4 +1,4 @@
-"""Partial prefill with plain transformers: slow and simple, the reference for all faster ones.
+"""Partial prefill with plain transformers: slow and simple, to compare the product with.
 
 It works for models that name their decoder layers like Llama, without sliding windows, in any
 dtype, for one sequence at a time: ids are `[1, tokens]`.
@@ -10,8 +10,8 @@ dtype, for one sequence at a time: ids are `[1, tokens]`.
     # tokens [0, own)                   the receiver's own KV at every layer (exact)
     # tokens [own, num_tokens)          as above; recomputed tokens also attend to tokens [0, own)
 
-A server reuses whole pages only: pass the ids of those pages as the prefix, and the rest as the
-beginning of the suffix.
+A server reuses whole pages only. To compare with it, pass the ids of those pages as the prefix, and
+the rest as the beginning of the suffix.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _kv_of(cache: DynamicCache) -> tuple[KV, ...]:
 
 
 def _cut(kv: KV, start: int, stop: int) -> KV:
-    """Return the part of the tokens from `start` to before `stop`."""
+    """Return the KV of the tokens from `start` to before `stop`."""
     return kv[0][:, :, start:stop], kv[1][:, :, start:stop]
 
 

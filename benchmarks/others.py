@@ -14,12 +14,12 @@ SGLang alone cannot serve an activated adapter. So the full prefill of such an a
 other server, with `mode: off`.
 
 The two servers take turns, except for the package REFRACT. Each request has a salt of its own, and
-so reads no cache of another prompt. It names its block, so that a plan that saves no time is
-judged, too. The adapters have learned to read records of Debian packages, and answer few of these
-prompts well. So read first how many answers of the two servers are equal.
+so reads no cache of another prompt. It names its block, because the server would not choose a plan
+that saves no time. The adapters have learned to read records of Debian packages, and answer few of
+these prompts well. So read first how many answers of the two servers are equal.
 
 Physics: on the document, the plan saves 12 of 30 layers, and an activated adapter saves all.
-Prompts are shorter than the profile's 400 tokens, so other costs use up a part of this.
+Prompts are shorter than the profile's 400 tokens, so other costs take a part of this saving.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Bench:
         return sample
 
     def row(self, instrument: str, task: str, model: str, scores: Sequence[float]) -> dict:
-        """Summarise the answers since the last row in a new row."""
+        """Return a row that summarises all answers since the last row."""
         alone, extended = self.samples.values()
         same = [a.ids == b.ids for a, b in zip(alone, extended, strict=True)]
         row = {"instrument": instrument, "task": task, "receiver": model, "prompts": len(same)}
@@ -142,8 +142,9 @@ def named(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
 
 
 def refract(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """Judge by the axes of REFRACT that compare answers. Each prompt follows a document. The fourth
-    axis is left out: to give a prompt's log-probabilities, SGLang prefills in full."""
+    """Score by the three axes of REFRACT that compare answers. Each prompt follows a document. We
+    leave the fourth axis out: it needs a prompt's log-probabilities, for which SGLang prefills in
+    full."""
     from hard_needle.distractors import BuiltinDistractorPool
     from refract import runner
     from refract.axes import plad, rniah, trajectory
@@ -244,8 +245,8 @@ def tools(bench: Bench, model: str, num: int) -> Iterator[dict]:
 
 
 def load(server: Server, model: Path) -> dict:
-    """Run SGLang's own load benchmark. The base reads four documents. Then adapters ask, drawn by a
-    Zipf distribution."""
+    """Run SGLang's own load benchmark. The base reads four documents. Then requests about them name
+    adapters, drawn from a Zipf distribution."""
     command = f"""-m sglang.bench_serving --backend sglang --base-url {server.url} --model {model}
         --dataset-name generated-shared-prefix --gsp-num-groups 4 --gsp-prompts-per-group 5
         --gsp-system-prompt-len 256 --gsp-question-len 32 --gsp-output-len 4 --seed 3

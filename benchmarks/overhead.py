@@ -13,8 +13,7 @@ Expected cost: a hash and a tree walk per request. The first case adds one copy 
 and token, and another thread copies new KV to host memory. The goal is at most 2 % of TTFT and of
 throughput. The servers take turns, each first as often as the others, so that other work on the
 machine disturbs all alike. Answers are compared byte by byte. Ratios to the first server are
-medians over rounds. The control's distance from 1 is the difference that the machine cannot
-resolve.
+medians over rounds. The control's ratio should be 1: its distance from 1 is the machine's noise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much faster is the first token over another model's KV, and what limits the gain?
+"""How much earlier is the first token with another model's KV, and what limits the gain?
 
     python -m benchmarks.partial_prefill [--documents 7] [--dtype float32] [--codec none]
 
@@ -11,12 +11,13 @@ full prefill plus the forward over the new tokens, which attends over the prefix
 Overhead is added: matching, fetching, copying into slots, scheduling. Each server computes with one
 thread, so that on two cores the other core moves the bytes. The contenders take turns on the same
 documents, and their answers are compared before their times. In float32 without a codec, an answer
-must agree with an oracle's by the same plan. With all layers recomputed, it must equal full
+must agree with an oracle's by the same plan. An answer with all layers recomputed must equal full
 prefill's.
 
 The second part paces the link between the two with the transport's own bandwidth cap. It compares
 the strategies of the paper: load everything first, load only the reused layers first, or pipeline
-loads and recompute. Each is compared with the prediction of `schedule.py` from the measured parts.
+loads and recompute. For the pipeline, `schedule.py` predicts the time from those of fetch and
+recompute.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ STRATEGIES = (Strategy.EVERYTHING_FIRST, Strategy.REUSED_FIRST, Strategy.PIPELIN
 
 
 def speed(testbed: Bench) -> dict[str, Any]:
-    """Measure every condition on every document."""
+    """Measure every way of `CONDITIONS` on every document."""
     samples = asked(testbed, CONDITIONS)
     for name, of in samples.items():
         outcomes = {sample.outcome for sample in of}
@@ -101,7 +102,7 @@ def share_computed() -> float:
 
 
 def throttled(testbed: Bench, bytes_per_s: float) -> dict[str, Any]:
-    """Measure each strategy over a link of this rate, and the prediction for it."""
+    """Measure each strategy over a link of this rate, and predict the time of the pipeline."""
     arms = {strategy.value: {**NAMED, "strategy": strategy.value} for strategy in STRATEGIES}
     with paced(testbed, bytes_per_s, CONDITIONS[REUSE]):
         samples = asked(testbed, arms)
@@ -124,7 +125,7 @@ def throttled(testbed: Bench, bytes_per_s: float) -> dict[str, Any]:
 
 
 def predict(fetch_ms: float, recompute_ms: float) -> float:
-    """Predict the TTFT of a request with the pipelined schedule, from the measured parts."""
+    """Predict how long fetch and recompute take in a pipeline, from the time of each."""
     row_ms = fetch_ms / (2 * (NUM_LAYERS - len(BLOCK)) + 1)  # K and V of each loaded layer, and E.
     request = Request(
         block=BLOCK,

@@ -1,4 +1,4 @@
-"""Prefix indexes behind one interface, as contenders for `tree.py`; none has real KV memory."""
+"""Prefix indexes that the benchmark `tree.py` compares, behind one interface. None stores KV."""
 
 from __future__ import annotations
 
@@ -201,5 +201,5 @@ NAMES = (
     "cachetree",
 )
 ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}
-"""Estimated bytes per page and model; 250 for all other contenders. A contender is left out if its
-estimate is too high."""
+"""Estimated bytes per page and model; 250 for all other contenders. `tree.py` leaves a contender
+out if it would need too much memory."""

@@ -1,4 +1,4 @@
-"""Time contenders that move the same bytes, in turns; and make the pages that they move."""
+"""Time ways to move the same bytes, in turns; and make the pages that they move."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILY = Family(
 )
 E_LAYER = 3
 STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kind.E, E_LAYER))
-"""Steps in the order in which an entry has them, so that all contenders move the same bytes."""
+"""All layers' KV and one layer's E, in the order that all contenders move them in."""
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
@@ -51,8 +51,8 @@ class Speeds:
     """CPU seconds per GB. Other work on the machine hardly changes them."""
 
     def of(self, other: Speeds) -> float:
-        """Return the median ratio of this contender's GB/s to the other contender's GB/s in the
-        same turn."""
+        """Return the median over the turns of this contender's GB/s, divided by the other
+        contender's."""
         turns = zip(self.gb_per_s, other.gb_per_s, strict=True)
         return median(ours / theirs for ours, theirs in turns)
 

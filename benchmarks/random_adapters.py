@@ -1,4 +1,4 @@
-"""Adapters of random factors on random models, to measure speed and exactness, never quality."""
+"""Write LoRA adapters with random factors, to measure speed and exactness, never quality."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write_adapter(
 
 
 def activate(adapter: Path, invocation: Sequence[int]) -> Path:
-    """Make the adapter in this folder act only behind these tokens."""
+    """Turn the adapter in this folder into an aLoRA, which acts from these tokens on."""
     file = adapter / "adapter_config.json"
     stated = json.loads(file.read_text())
     file.write_text(json.dumps({**stated, "alora_invocation_tokens": list(invocation)}))

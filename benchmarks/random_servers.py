@@ -1,4 +1,4 @@
-"""Models, options, a family, a profile and turns that the benchmarks' servers share.
+"""Models and settings that the benchmarks' servers share.
 
 All models have random weights and one shape: they are for times, never for quality.
 """
@@ -44,7 +44,7 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 def family_of(model: Path, dtype: str = "float32", codec: str = "none") -> Family:
-    """Family of a model as these servers run it."""
+    """Family of a model with the page size of these servers."""
     return Family(
         **read_model_identity(model).shape,
         model_dtype=dtype,

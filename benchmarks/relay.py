@@ -143,7 +143,7 @@ def publish(testbed: Bench) -> None:
 
 def compare_outputs(testbed: Bench, controls: Mapping[str, str], block: Span) -> list[int]:
     """Compare the receiver's answer about the first document with an oracle's, and return the
-    oracle's tokens. Exact only in float32 without a codec."""
+    oracle's tokens. They are equal only in float32 without a codec."""
     sender, receiver = (
         load_model(ModelSource(path=each.spec.model)) for each in (testbed.sender, testbed.receiver)
     )
@@ -205,8 +205,8 @@ def fetched(
 
 @contextmanager
 def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterator[None]:
-    """Serve the relay's entries at this rate. Ask with `controls` until the receiver has found
-    them."""
+    """Serve the relay's entries at this rate. First send requests with `controls` until the
+    receiver has found the relay."""
     config = WorkerConfig(listen=testbed.relay_address, max_bytes_per_s=bytes_per_s)
     worker = Worker(testbed.relay.tree, config)
     try:
@@ -223,9 +223,9 @@ def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> It
 def asked(
     testbed: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
 ) -> dict[str, list[Sample]]:
-    """Ask about every document with each set of controls in `arms`, by name. Another set is first
-    for each document. Results of the first `num_learning` documents are left out: the server learns
-    its speeds from them."""
+    """Ask about every document with each of `arms`, which are controls by name. The arms take
+    turns to be first. The results leave out the first `num_learning` documents: the server learns its
+    speeds from them."""
     samples: dict[str, list[Sample]] = {name: [] for name in arms}
     for document in range(len(testbed.documents)):
         for name in rotated(list(arms), document):

@@ -31,15 +31,15 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def here() -> Environment:
-    """Read the environment. Do it before the measurement, which loads the machine."""
+    """Read the machine, its load and versions. Do it before the measurement, which adds load."""
     return read_environment(PACKAGES)
 
 
 def with_others(
     rows: Sequence[Mapping[str, Any]], key: str, environment: Environment, file: Path | None
 ) -> list[dict[str, Any]]:
-    """Add the environment to the new rows. Keep the file's rows with other values of `key`: a row
-    stays if its contender is not installed today."""
+    """Add the environment to the new rows, and keep the file's rows with other values of `key`:
+    those of a contender that is not installed today."""
     where = msgspec.to_builtins(environment)
     new = [{**row, "environment": where} for row in rows]
     known = json.loads(file.read_bytes())["rows"] if file is not None and file.exists() else []
@@ -56,8 +56,8 @@ def write(
 
 
 def save(name: str, results: Mapping[str, Any], environment: Environment, file: Path | None) -> str:
-    """Replace the file by the result's line of JSON, and return the line. The file has a whole
-    line even if the process is stopped meanwhile."""
+    """Replace the file by the result's line of JSON, and return the line. If the process is stopped
+    meanwhile, the old file stays."""
     record = {"question": name, **results, "environment": msgspec.to_builtins(environment)}
     line = json.dumps(record) + "\n"
     if file is not None:

@@ -22,10 +22,10 @@ at 0, recomputes layers 4 to 10 and loads 1 to 3. B arrives at 2, recomputes 1 t
                       11, recompute 8 to 11 once A has left the device: done at 11, TTFT 9.
                       Total 17.
 
-All three totals are the paper's, which fixes our reading. E costs as much as one layer's KV. Only
-requests with a transition layer load E. The first two strategies never overlap anything. The model
-leaves out the work for a request's own new tokens. A running block is not interrupted for an
-earlier request's block.
+All three totals equal the paper's, so this reading of it is right. E costs as much as one layer's
+KV. Only requests with a transition layer load E. The first two strategies never overlap anything.
+The model leaves out the work for a request's own new tokens. A running block is not interrupted for
+an earlier request's block.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def ttfts(requests: Sequence[Request], strategy: Strategy) -> list[float]:
 
 
 def _alone(requests: Sequence[Request], strategy: Strategy) -> Iterator[float]:
-    """Yield the end of each request if nothing overlaps."""
+    """Yield the time at which each request ends, if nothing overlaps."""
     free_at = 0.0
     for request in requests:
         spent = request.e_time + request.kv_time(strategy) + request.recompute
@@ -93,8 +93,8 @@ def _alone(requests: Sequence[Request], strategy: Strategy) -> Iterator[float]:
 
 
 def _pipelined(requests: Sequence[Request]) -> list[float]:
-    """Return the ends of all requests. The link serves requests in order. The device takes the
-    block that can start first; if several can, the block of the earlier request."""
+    """Return the times at which the requests end. The link serves requests in order. The device
+    takes the block that can start first; if several can, the block of the earlier request."""
     link_at = device_at = 0.0
     ready_at, ends = [], []
     for request in requests:

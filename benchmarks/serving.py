@@ -1,4 +1,4 @@
-"""How much slower does an engine decode while it serves its cache?
+"""How much slower does a server decode while others fetch from its cache?
 
     python -m benchmarks.serving [--windows 8] [--mb-s 100 400 0]
 
@@ -115,7 +115,7 @@ class Answer:
         self.is_over = True
 
     def steps_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Milliseconds between two tokens that both arrived within the window."""
+        """Milliseconds between each two successive tokens that arrived within the window."""
         times = [at for at in self.arrivals_s if begin_s <= at < end_s]
         return [1000 * (after - before) for before, after in pairwise(times)]
 

@@ -118,7 +118,7 @@ class Reader:
 
     @torch.inference_mode()
     def _predicted(self, streams: Sequence[Tensor], first: int) -> list[Tensor]:
-        """Return the log-probabilities of the tokens behind the place `first`."""
+        """Return the next-token log-probabilities of each stream, at its tokens from `first` on."""
         return [self.answerer.model.logits(it[0, first:]).log_softmax(-1) for it in streams]
 
 
@@ -133,7 +133,7 @@ def reader_of(base: Path, work: Path, longest: Sequence[Document]) -> Reader:
 
 
 def measure(base: Path, work: Path, journal: Path, num_contexts: int) -> None:
-    """Compare context by context, lengths in turns, and append to the journal."""
+    """Compare the contexts that the journal does not have, lengths in turns, and append to it."""
     made = {it: contexts(it, work, load_tokenizer(ModelSource(path=base))) for it in READ}
     reader = reader_of(base, work, [it for it, *_ in made[max(READ)]])
     done = {(it["length"], it["context"]) for it in read(journal)}
@@ -152,7 +152,7 @@ def read(journal: Path) -> list[dict[str, Any]]:
 
 
 def rows(journal: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Summarise results by ancestor, length and skill. A context is one draw."""
+    """Summarise results by ancestor, length and skill. Intervals take a context as one draw."""
     groups: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for line in journal:
         for compared in line["compared"]:

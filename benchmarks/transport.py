@@ -10,10 +10,10 @@ raw TCP           `sendall`, `recv_into`, without checksums, with the system's b
 ZMQ frames        one message per frame, sent without a copy; ZMQ copies once, into the buffer
 ZMQ, CURVE        the same, sealed by ZMQ's I/O threads (XSalsa20-Poly1305)
 memcpy            within the receiver
-transport         a fetch over TCP into memory of an earlier fetch, as `Cache` does
+transport         a fetch over TCP into memory that an earlier fetch used, as `Cache` does
 transport, keys   the same from a worker with keys: AES-256-GCM, for which CPUs have instructions,
                   seals and opens in the threads that send and receive
-in place          a fetch that reads the worker's arena
+in place          a fetch that reads the worker's arena, in shared memory
 
 Physics: a socket moves every byte through the kernel twice. The transport adds a checksum of bytes
 that are still in the receiver's cache; the worker remembers its own checksums. In place, bytes are
@@ -73,8 +73,8 @@ Runs = dict[str, Callable[[], list[memoryview]]]
 
 
 def serve(pages: list[PageHash], directory: Path, teller: Connection) -> None:
-    """Run a worker without keys, a worker with keys, and plain servers of the same bytes, until
-    `teller` closes."""
+    """Run a worker without keys, a worker with keys, and plain servers of the same bytes. Send
+    their addresses through `teller`, and return when it closes."""
     num_bytes = sum(sizes_of(len(pages)).values())
     tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=Arena(num_bytes))
     words = np.random.default_rng(0).integers(0, 1 << 63, num_bytes // 8, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""How fast and how small is the prefix tree, beside SGLang's two and a flat dict?
+"""How fast and how small is our prefix tree, beside SGLang's two trees and a flat dict?
 
     python -m benchmarks.tree [--pages 1000000] [--models 1 8] [--memory-gib 6]
 
@@ -8,15 +8,15 @@ cached prefix of random length with a new tail (partial) and new prompts (miss).
 
 Physics: a flat index pays one hash lookup, so about one cache miss, per page and model. A radix
 tree over tokens compares 512 bytes per page. A tree over page hashes compares 16 bytes per page,
-once for all models, and then pays per node. The hash itself takes 16 bytes a page; a Python object
+once for all models, and has a cost per node. The hash itself takes 16 bytes a page; a Python object
 per page takes at least four times as much.
 
 All contenders are built from the same prompts in one process, and look the same prompts up. Another
-contender is first each time. We compare the lengths that they return before we read any time. Times
-are CPU time of this thread with garbage collection off, minus the cost of reading the clock. Page
-hashes are made before; the table has their cost in a row of its own. SGLang's trees read tokens and
-need no hashes. A contender that would need more than `--memory-gib` is left out. For memory, a
-second process sends every allocation through malloc: we report how many bytes the index adds.
+contender is first each time. The lengths that they return must be equal. Times are CPU time of this
+thread with garbage collection off, minus the cost of reading the clock. Page hashes are made
+before; the table has their cost in a row of its own. SGLang's trees read tokens and need no hashes.
+A contender that would need more than `--memory-gib` is left out. For memory, a second process sends
+every allocation through malloc: we report how many bytes the index adds.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def bytes_per_page(name: str, num_models: int, num_pages: int, num_samples: int) -> float:
-    """Return the bytes per page of each model, from a process that counts every allocation."""
+    """Return the bytes that an index takes per page and model. Runs in a process of `counting`."""
     workload = Workload(num_pages, num_samples)
     # Fill caches of code that runs for the first time.
     for prompt in workload.questions("miss", 3):

@@ -21,7 +21,7 @@ FAMILY = Family(
     kv_dtype="bfloat16",
     page_size=64,
 )
-"""A family with sizes that only scale the budget. Nothing is allocated."""
+"""A family with small sizes: trees count its pages' bytes and allocate none."""
 
 
 class Unbacked:

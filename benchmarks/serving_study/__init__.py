@@ -4,15 +4,15 @@
     python -m benchmarks.serving_study --quick      the same on tiny models, in two minutes
     python -m benchmarks.serving_study --only s21   one of them
 
-    studies    Poisson arrivals and bursts, and each contender on an idle server
-    streams    the sender's requests in the same stream, and a trace
+    studies    S15 (Poisson arrivals), S21 (bursts), and each contender on an idle server
+    streams    S15b (the sender's requests come in the same stream), and a trace
     rig        real servers: a worker that holds the sender's documents, replicas with the extension
                and without
     arrivals   times of requests
     client     sends the requests
-    measures   percentiles, goodput, and the queue that theory expects
+    measures   percentiles, goodput, and the mean wait that theory expects
 
 Contenders get the same requests at the same times. Only in S15b each has its own documents, because
-they must be new. In S15 and S21, answers are compared with an idle server's before times are
-compared. In the other studies, outcomes are counted.
+they must be new. S15 and S21 report the share of answers that equal an idle server's. All studies
+count outcomes.
 """

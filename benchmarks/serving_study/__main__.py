@@ -22,7 +22,7 @@ STUDIES = {
     "s15b": (conversations, (ALONE,)),
     "trace": (replayed, (ALONE,)),
 }
-"""Studies, each with the contenders that it needs measured on an idle server."""
+"""Each study, with the contenders that are measured before it on an idle server."""
 KEPT = result.RESULTS / "serving_study"
 
 

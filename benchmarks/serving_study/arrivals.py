@@ -17,8 +17,8 @@ def poisson(num: int, seed: int) -> list[float]:
 
 
 def gamma(num: int, seed: int, cv: float) -> list[float]:
-    """Draw seconds from the start, with gaps of a Gamma distribution. A coefficient of variation
-    above 1 makes bursts."""
+    """Draw arrival times as `poisson` does, with gaps of a Gamma distribution. A coefficient of
+    variation above 1 makes bursts."""
     shape = 1 / cv**2
     gaps = np.random.default_rng(seed).gamma(shape, 1 / shape, num)
     return np.cumsum(gaps).tolist()
@@ -29,7 +29,7 @@ def at_rate(times_s: Sequence[float], per_s: float) -> list[float]:
 
 
 def stepped(times_s: Sequence[float], per_s: float, factor: float) -> list[float]:
-    """Speed up the second half of the requests by `factor`."""
+    """Scale times to a rate of `per_s`, and to `factor` times this rate from the middle on."""
     half = len(times_s) // 2
     turn = times_s[half - 1] if half else 0.0
     return [

@@ -1,4 +1,4 @@
-"""Summary of a run: percentiles with intervals, goodput, and the queue that theory expects.
+"""Summary of a run: percentiles with intervals, goodput, and the mean wait that theory expects.
 
 A measure has the name that `sglang.benchmark.serving` has for it, if any.
 """
@@ -49,7 +49,7 @@ def summary(answers: Sequence[Answer], rate: float, target_s: float) -> dict[str
 
 
 def percentiles(name: str, values_s: Sequence[float]) -> dict[str, Any]:
-    """Percentiles with their intervals, in ms."""
+    """Percentiles and their 95 % intervals, in ms, by name."""
     figures: dict[str, Any] = {}
     for percent in PERCENTILES:
         key = f"{'median' if percent == 50 else f'p{percent}'}_{name}"

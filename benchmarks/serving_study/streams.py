@@ -49,8 +49,8 @@ def conversations(idle: Idle, say: Say) -> Found:
     """S15b: the sender gets a request about a new document. A receiver gets a request about it
     later, after the target for the time to first token.
 
-    A receiver that does not find the document came too early: the sender had requests waiting, or
-    its pages were not on offer yet. These requests are counted separately.
+    If the receiver does not find the document, the sender had requests waiting, or did not offer
+    the pages yet. These requests are counted separately.
     """
     rig, size = idle.rig, idle.rig.size
     times_s = poisson(size.num_requests, SEED)
@@ -101,8 +101,8 @@ def prompt_of(line: Request) -> list[int]:
 
 
 def _found(idle: Idle, streams: Mapping[float, Sequence[float]], asks: Any, say: Say) -> Found:
-    """Measure the contenders of S15 at each load. `streams` has the requests' times, at a mean rate
-    of one request a second."""
+    """Measure the contenders of S15 at each load. `streams` has the requests' times by load, at a
+    mean rate of one request a second."""
     at = {load: at_rate(of, load * idle.capacity_per_s) for load, of in streams.items()}
     rows, requests = measure(idle, at, SERVED, asks, _apart, say)
     return Found({**idle.summary(), "rows": rows}, requests)

@@ -32,7 +32,8 @@ class Idle:
 
     rig: Rig
     contenders: Mapping[str, Controls]
-    """Controls by contender. There are two blocks, and the wider block answers a little better."""
+    """Controls by contender. There are two blocks; by the made-up profile, the wider one answers
+    better."""
     answers: Mapping[str, Sequence[Answer]]
     """Answers of each measured contender, one for every document."""
     target_s: float
@@ -89,10 +90,10 @@ def measure_idle(rig: Rig, names: Collection[str], say: Say) -> Idle:
 
 
 def poisson_arrivals(idle: Idle, say: Say) -> Found:
-    """S15: Poisson arrivals, each for one of a shared set of documents; two replicas in turns.
+    """S15: Poisson arrivals, each for one of a shared set of documents; the replicas take turns.
 
-    One replica serves one prompt after the other. So the throughput that reuse can gain is bounded
-    by its saving in a request's whole service, decoding included (`bound`).
+    A replica serves one prompt after the other. So reuse can raise the throughput at most by the
+    ratio of two times to serve a request, decoding included (`bound`).
     """
     size = idle.rig.size
     times_s = poisson(size.num_requests, SEED)
@@ -110,8 +111,7 @@ def bursts(idle: Idle, say: Say) -> Found:
     """S21: share of requests that miss the TTFT target. The rate doubles in the middle of a run, or
     requests come in bursts (gaps of a Gamma distribution, coefficient of variation 2).
 
-    The contender `adaptive` has the block and the wide block; the wide block answers a little
-    better.
+    The contender `adaptive` states the target. The server then chooses one of two blocks.
     """
     size = idle.rig.size
     names = [ALONE, "wide block", "adaptive"]
@@ -164,8 +164,8 @@ def measure(
     more: Callable[[Sequence[Answer]], dict[str, Any]],
     say: Say,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Measure each contender at each load; return the rows and all requests. A stream has the times
-    of a load's requests. `more` computes extra columns of a row from the replicas' answers.
+    """Measure each contender at each load; return the rows and all requests. `streams` has the
+    requests' times by load. `more` computes extra columns of a row from the replicas' answers.
 
     SGLang alone is skipped at loads that only reuse can bear.
     """
