@@ -5,7 +5,7 @@ Rules
 
 SGLang decides which request runs next. This package hides a request while its fetch runs, and loads
 its pages once SGLang has given it KV slots. Each request has one `Request`, which is in one phase.
-Only `Request.reach` changes the phase, and raises for a change that `request` does not list.
+Only `Request.reach` changes the phase. It raises IllegalTransition for a phase that cannot follow.
 
 A failed peer, fetch or copy ends in a full prefill, not in an error. Each request is reported once,
 with the reason.
@@ -23,11 +23,11 @@ From arrival to report
 phase      file            what happens
 seen       queue           Before SGLang builds a batch, `queue` shows all waiting requests to
                            `waiting`, in SGLang's order.
-           waiting         Ask tiers that do not advertise. SGLang does not see the request yet.
+           waiting         Ask a HiCache backend for pages. SGLang does not see the request yet.
            followers       Perhaps wait for another request that computes the same pages now.
 planned    planner         Choose the sender, the number of tokens, and the layers to recompute. If
                            there is no plan, the request is settled with an outcome that says why.
-                           If staging memory is used up, SGLang sees it and may run it in full.
+                           If staging memory is used up, SGLang may prefill the request in full.
 fetching   source          Pages arrive in host memory. SGLang does not see the request. Pages in
                            this server's own pool need no fetch.
 arriving   arrivals        All E is here, and the rest should arrive during the recompute. SGLang
@@ -49,18 +49,18 @@ operator. `heads` recognises first pages that many prompts share.
 How a wait ends
 ---------------
 
-The wait counts from the first step that could have taken the request. A fetch may be later than
-predicted, by at most the time that reuse should save (`cachetree.planning.Patience`). If it is
-later, or its rate predicts so, the request is settled and runs in full. So a slow peer costs at
-most as much time as a full prefill.
+The wait counts from the first step that could have taken the request. A fetch may end later than
+predicted, by at most the time that reuse should save (`cachetree.planning.Patience`). If it exceeds
+this limit, or will at its rate, the request does a full prefill. So a slow peer costs at most as
+much time as a full prefill.
 
 A request can go back in four cases:
 
-- The rate of an arriving request falls: it is fetching again.
+- The fetch of an `arriving` request gets slower: the request is `fetching` again.
 - Another rank has no staging memory: this rank releases its own, and the request is `planned`.
-- SGLang takes the slots back before the batch starts: the request is seen anew.
-- The device evicts pages that the plan continues from: the request is seen anew. A wait that was
-  not over continues.
+- SGLang takes the slots back before the batch starts: the request is `seen` again.
+- The device evicts pages that the plan continues from: the request is `seen` again. If it was
+  still waiting, its wait does not restart.
 
 Why not otherwise
 -----------------
@@ -79,10 +79,10 @@ for itself, they would build different batches, and the server would hang.
 What could be better
 --------------------
 
-A request is planned once. If a second peer advertises its pages meanwhile, the plan ignores them.
+A request is planned once, although another peer may advertise more of its pages later.
 
 A batch waits for the slowest load of its requests.
 
-A follower waits for all pages that it shares with its leader, although it could read the first of
-them earlier.
+A request that waits for pages that another request computes waits for all of them, although it
+could read the first of them earlier.
 """

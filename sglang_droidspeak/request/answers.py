@@ -70,17 +70,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Command that makes the missing profile. It contains the paths that this server knows. Empty
     if no profile is missing."""
     approximate: Mapping[ModelId, int] = {}
-    """Number of an unsent prompt's pages that other models of this server have as approximate KV
-    only, by model. No other model reads these pages."""
+    """Number of an unsent prompt's pages that other models of this server have only as approximate
+    KV, by model. A model reads no approximate KV of another model."""
     heirs: Mapping[ModelId, str] = {}
-    """States (`Pair.heir`), by sender, of this model's pairs that may inherit a line's plan."""
+    """`Pair.heir` of each pair with this receiver that may inherit a line's plan, by sender."""
     measured: RequestProvenance | None = None
     """Origin of the request's KV, with times. None for a prompt that was not sent."""
 
 
 def explained(label: Label, page_tokens: int, profiles: Profiles) -> Explanation:
-    """Explain a request by repeating its decision, from the inputs in its label. Pure. The drift
-    guard may have changed `profiles` since."""
+    """Explain a request: repeat the choice of its plan, from the inputs in its label and from the
+    present `profiles`. The drift guard may have changed them since the request. Pure."""
     seen, advice = label.considered, advice_on(label.provenance.outcome)
     demand = None if seen is None else seen.demand
     return Explanation(
@@ -100,14 +100,14 @@ def explained(label: Label, page_tokens: int, profiles: Profiles) -> Explanation
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile by which this server reuses."""
+    """A pair with a profile on this server, as `/server_info` shows it."""
 
     sender: ModelId
     receiver: ModelId
     usable: bool
     failed: bool
-    """Whether the profile itself did not pass. The drift guard may also take a pair of a passed
-    profile out of service."""
+    """Whether the profile did not pass its gate. False if only the drift guard has taken the pair
+    out of service."""
     reason: str
     block: tuple[int, int] | None
     """Recommended block. Null if no block is recommended."""
@@ -135,7 +135,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Answers:
-    """Answers to operators' questions: `/server_info` and the pages of this extension. Scheduler
+    """Answers to operators' questions: `/server_info` and this extension's HTTP pages. Scheduler
     thread only."""
 
     _cache: Cache
@@ -148,8 +148,8 @@ class Answers:
     LookupError."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
-        """Hooks Scheduler.get_internal_state: add this extension's state to SGLang's answer. For
-        one of this extension's own pages, replace SGLang's answer."""
+        """Hooks Scheduler.get_internal_state: add this extension's state to SGLang's answer. If one
+        of this extension's HTTP pages asks, replace SGLang's answer."""
         page, asked = asking.asked(recv_req)
         answer = self._answer(page, asked, scheduler)
         if page:

@@ -6,11 +6,11 @@ recompute ends:
     E of the transition layer ──► staged ─┐ arriving when the rest will take no longer than the
     KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
 
-The wait counts from the first step that could have taken the request (`Patience`). A fetch may be
-later than predicted, by at most the time that reuse should save. The request gives up once the
-fetch is later, or its rate predicts so. So no peer can make a request take more than twice a full
-prefill. One exception: the device evicts pages that a ready or settled request expects. Then its
-wait begins anew.
+The wait counts from the first step that could have taken the request (`Patience`). The request
+gives up once its fetch is later than predicted by the time that reuse should save. It gives up
+earlier if the rate so far predicts this. So no peer can make a request take more than twice a full
+prefill. One exception: the device evicts pages that a ready or settled request expects. Then the
+wait of this request begins again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sglang_droidspeak.request.source import Sources
 log = logging.getLogger(__name__)
 
 NUM_NEXT: Final = 4
-"""Number of requests at the front of the queue that each step checks once more before they load. A
-step rarely admits more."""
+"""Number of requests at the front of the queue that each step checks again, as they may load next.
+A step rarely admits more."""
 _RATE_S: Final = 0.2
 """Seconds that a fetch must run before its rate predicts its end."""
 
@@ -49,11 +49,11 @@ class Arrivals:
     _planner: Planner
 
     def look(self, queue: Sequence[Request], tree: UnifiedRadixCache) -> Sequence[Phase]:
-        """Return the phase that each planned request has now on this rank. SETTLED: its fetch has
-        failed.
+        """Return the phase that each planned request has now on this rank. SETTLED: the request
+        gives up its plan.
 
-        Also begin fetches that had no staging memory, in order, while there is some. Check again
-        whether reuse saves time, for each fetch that has just ended and for the front of the queue.
+        Also begin fetches that waited for staging memory, in the queue's order. Check again whether
+        reuse saves time: for requests with a new phase, and for the front of the queue.
         """
         for request in queue:
             if not request.failure and request.source is None:

@@ -3,11 +3,11 @@
     {"droidspeak": {"mode": "off"}}                    full prefill
     {"droidspeak": {"block": "2:5"}}                   recompute layers [2, 5)
     {"droidspeak": {"block": "none", "sender": ID}}    load every layer from that model
-    {"droidspeak": {"ttft_target_ms": 300}}            recompute as much as fits that time
-    {"droidspeak": {"peer": "10.0.0.5"}}               fetch from there what others have too
-    {"droidspeak": {"publish": "before_reply"}}        answer once others can read it
+    {"droidspeak": {"ttft_target_ms": 300}}            recompute as many layers as fit that time
+    {"droidspeak": {"peer": "10.0.0.5"}}               prefer this peer to others with the pages
+    {"droidspeak": {"publish": "before_reply"}}        answer once peers can read the new KV
 
-A block is text because SGLang carries only scalars here.
+A block is text, because SGLang accepts only scalars inside this dictionary.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from cachetree import EMPTY_SPAN, ModelId, Span, printable
 from cachetree.planning import Match, Requested, Strategy
 
 _MAX_DETAIL: Final = 300
-"""Largest number of characters of the message about wrong controls. It may quote all controls."""
+"""Largest number of characters of the message about wrong controls, which may quote them all."""
 _MAX_NAME: Final = 64
 """Largest number of characters of a request's id that are logged."""
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["auto", "off"] = "auto"
-    """`off` reads no other model's cache, and only exact KV."""
+    """`off`: reuse no other model's cache, and read only exact KV."""
     sender: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     """Model id of the only sender to use."""
     block: Annotated[str, msgspec.Meta(max_length=32)] | None = None
-    """Layers to recompute: `"2:5"` for [2, 5), `"none"` or `"all"`. The gate has to allow it."""
+    """Layers to recompute: `"2:5"` for [2, 5), `"none"` or `"all"`. The server's setting `gate` has
+    to allow this block."""
     ttft_target_ms: float | None = None
     """Time to first token to aim for, in milliseconds, in place of the server's setting of this
     name."""
     publish: Literal["before_reply"] | None = None
     """`before_reply`: send the end of the answer only when every connected peer knows the KV that
-    this server has stored of it. The answer waits for at most `fetch_deadline_s`, or until paused
-    generation continues. It waits for no peer that has been silent for five seconds."""
+    this server has stored of it. The answer waits for at most `fetch_deadline_s`, or longer while
+    generation is paused. It waits for no peer that has been silent for five seconds."""
     peer: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     """Host of a configured peer to prefer: pages that this peer has are fetched from no other peer.
     A scheme and a port are ignored, and no new connection is made. The header
     `x-vsr-kv-source-pod` sets it as well."""
     strategy: Strategy = Strategy.PIPELINED
-    """Way in which loads and recompute share time. Used only with `gate: none`, to measure."""
+    """`pipelined` recomputes while layers arrive, `reused_first` and `everything_first` after the
+    last one. Used only with `gate: none`, to measure."""
 
     def requested(self, num_layers: int) -> Requested:
         """Return the sender and block that the request names. Raises ValueError."""
@@ -55,8 +57,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def preferred(self, matches: Sequence[Match]) -> list[Match]:
-        """Return the matches that are worth using with `peer`. A match at another peer is left out
-        if it has no more pages or E than `peer` has."""
+        """Return the matches to choose a plan from. If the request names a `peer`, leave out each
+        match at another peer that has no more pages or E."""
         host = _host_of(self.peer or "")
         if not host:
             return [*matches]

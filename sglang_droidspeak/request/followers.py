@@ -1,8 +1,8 @@
 """Let requests wait for another request that computes the same pages.
 
 Ten adapters that get the same new document at once would each prefill it. So the first request
-leads. A later request follows if its model may reuse the leader's KV: it waits until this KV is in
-the pool.
+leads. A later request follows if its model may reuse the leader's KV: it waits until the KV pool
+has the leader's KV.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """A request in full prefill, which later requests may follow. It puts KV of `model` for these
-    pages into the pool, at the location `place`."""
+    """A request in full prefill, which later requests may follow. The KV pool will have KV of
+    `model` for `pages`, at the location `place`."""
 
     req: Req
     model: ModelId
@@ -86,7 +86,7 @@ class Followers:
         return False
 
     def _is_over(self, awaited: Leader) -> bool:
-        """Whether the awaited pages are in the pool, or will never be."""
+        """Whether the awaited pages are in the KV pool, or will never be."""
         leader = self._leaders.get(awaited.req.rid)
         return leader is None or leader.req is not awaited.req or self._has_left(awaited)
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The tokens of a batch that belong to one request that loads KV."""
+    """Tokens, times and share of the work of one loading request in a batch."""
 
     request: Request
     tokens: Span
@@ -69,8 +69,8 @@ class BatchForward:
         """Parts of each running batch, one for each loading request, by the batch's index."""
 
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
-        """Compile and load all that a recompute needs, before the first request. `forward_stream`
-        is the stream of forwards."""
+        """Compile and load all that a recompute needs, before the first request. SGLang runs
+        forwards on `forward_stream`."""
         self._prefill.warm(forward_stream)
 
     def expect(self, index: int, requests: Sequence[Request]) -> None:
@@ -188,8 +188,8 @@ class BatchForward:
         """Wait for late layers. Return the rows that have to be prefilled in full, each with the
         cause. All ranks return the same rows.
 
-        The recompute may have been faster than predicted. Then a wait for a steady link takes less
-        time than a full prefill.
+        Layers are late if, for example, the recompute was faster than predicted. Over a steady link
+        they then arrive in less time than a full prefill takes.
         """
         now_s = time.monotonic()
         errors = []
@@ -206,8 +206,8 @@ class BatchForward:
         }
 
     def _keep_e(self, req: Req, load: Load) -> None:
-        """Copy E to a prefix of exact KV, if the source has E in the pool. Otherwise note that the
-        prefix has no E."""
+        """Copy E into the slots of a prefix with exact KV, if the source is in the KV pool and has
+        E. Otherwise note that the prefix has no E."""
         has_e = False
         try:
             has_e = load.source.adopt_e(load.at, load.slots)
@@ -249,8 +249,8 @@ def _uncount(req: Req, num_tokens: int) -> None:
 
 
 def _parts_of(batch: ScheduleBatch, requests: Sequence[Request]) -> list[_Part]:
-    """Split the batch's work among its loading requests. The unit is one new token; a loaded token
-    counts as `Planned.step_share`."""
+    """Return the tokens and share of the work of each loading request. The unit of work is a new
+    token; a loaded token counts as `Planned.step_share`."""
     began_s, rows = time.monotonic(), {req.rid: row for row, req in enumerate(batch.reqs)}
     work: list[float] = [*batch.extend_lens]
     for request in requests:

@@ -2,8 +2,8 @@
 
 If a shared template came from another model, every later answer would be approximate. So requests
 read approximate KV only behind the head of their prompt, such as a system prompt. A head of n pages
-is recognised once n prompts, at least two, have continued differently behind it. The head is
-computed once, so each of these prompts pays for at most one page.
+is recognised once n prompts, at least two, have continued differently behind it. Then a model
+computes the head once: on average, at most one page for each of these prompts.
 
 The first requests with a head may have loaded it as approximate KV. Once a head is recognised,
 later requests read in another namespace (`prefixes.approximate_of`), in which the head is exact.
@@ -33,7 +33,7 @@ class SharedHeads:
         """Different pages that came next after each page, up to the number that makes a head."""
 
     def note(self, pages: Sequence[PageHash]) -> None:
-        """Note a prompt that begins with these pages. A page hash covers all pages before it."""
+        """Note the first pages of a prompt. A page's hash stands for all pages up to this one."""
         for number, page in enumerate(pages[:MAX_HEAD], 1):
             following = self._next.setdefault(page, set())
             self._next.move_to_end(page)

@@ -72,12 +72,12 @@ class Copies:
             event.record(self._stream)
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Enter the copy stream, once per copying thread. A thread that leaves it is on the
-        process's first device, which may belong to another server."""
+        """Enter the copy stream for the whole life of a copying thread. A thread that leaves the
+        stream is on the process's first device, which may belong to another server."""
         return self._device.stream(self._stream)
 
     def record(self, index: int, layer: int) -> None:
-        """Record an event after all queued work. `forward_waits` and `end` wait for this event."""
+        """Record an event behind the current stream's work, for `forward_waits` and `end`."""
         self._events[index][layer] = event = self._device.Event()
         event.record()
 
@@ -98,13 +98,13 @@ class Copies:
         self._device.current_stream().wait_stream(self._stream)
 
     def stop(self) -> None:
-        """Block until no copy runs. After the loss of the device no copy runs."""
+        """Block until no copy runs. Ignore errors: if the device is lost, no copy runs."""
         with contextlib.suppress(Exception):
             self._device.synchronize()
 
     def end(self, index: int, host_s: float = 0.0) -> float | None:
-        """Wait until the batch's copies are done, and return their seconds. That is `host_s` if the
-        host copied. None if the device copied without a clock."""
+        """Wait until the batch's copies are done, and return their seconds: `host_s` if the host
+        copied, None if the device copied without a clock."""
         events = self._events.pop(index, {})
         for event in events.values():
             event.synchronize()
@@ -145,8 +145,8 @@ class Load:
     copied_bytes: int = field(default=0, init=False)
     """Stored bytes that were copied out of host memory."""
     error: FetchError | None = field(default=None, init=False)
-    """Reason why the load was abandoned, or None. After that the scheduler thread computes the
-    slots, and the loader writes nothing more."""
+    """Reason why the load was abandoned, or None. The scheduler thread computes the slots of an
+    abandoned load, and the loader writes nothing more into them."""
     is_good: bool = field(default=True, init=False)
     """Whether the slots hold correct KV, loaded or computed."""
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -257,8 +257,8 @@ class Loader:
         return index
 
     def read_by_current_stream(self, index: int) -> None:
-        """Record an event behind the current stream's work so far. This work reads the batch's
-        staging. `finish` waits for the event."""
+        """Record an event behind the current stream's reads of the batch's staging memory. `finish`
+        waits for this event."""
         self._copies.record(index, READS)
 
     def abandon(self, load: Load, error: FetchError) -> None:
@@ -268,7 +268,7 @@ class Loader:
         self._copies.current_stream_waits()
 
     def finish(self, index: int) -> None:
-        """Wait until the batch's copies are done, and nothing reads its staging any more."""
+        """Wait until the batch's copies are done, and nothing reads its staging memory any more."""
         self.counter.finish(index)
         loads = self._loads.pop(index, ())
         num_bytes = sum(it.copied_bytes for it in loads) or 1

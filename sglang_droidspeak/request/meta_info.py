@@ -24,8 +24,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     reused_tokens: int = 0
     """Prompt tokens with KV that was loaded, recomputed in part, or both."""
     exact: bool = True
-    """False if prompt KV descends from another model's or from encoded KV, also through this
-    server's own cache."""
+    """Whether all KV of the prompt is exact, including KV that earlier requests have left in this
+    server's cache."""
     approximate_tokens: int = 0
     """Prompt tokens with KV that was made from another model's KV, or was encoded. The KV may have
     been made for an earlier request. Tokens that were computed after them do not count. 0 if

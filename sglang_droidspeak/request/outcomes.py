@@ -30,7 +30,7 @@ _BY_OUTCOME: Final = {name: it for part in SECTIONS.values() for name, it in par
 
 
 def advice_on(outcome: str) -> Advice:
-    """Return the advice as plain text, with links as file names. An unknown cause gets the advice
+    """Return the advice as plain text, with links as file names. An unknown outcome gets the advice
     on a failed fetch."""
     advice = _BY_OUTCOME.get(outcome) or _BY_OUTCOME["fallback: FetchError"]
     return Advice(_plain(advice.cause), _plain(advice.remedy))

@@ -1,8 +1,8 @@
-"""Partial prefill: run one block of layers over prefix tokens with allocated slots, for their KV.
+"""Partial prefill: run a block of layers over prefix tokens, to write their KV into their slots.
 
 The block runs over the prefix only, right before the batch's own forward. So CUDA graphs, LoRA,
-chunking and logits of that forward stay SGLang's. The result equals one forward over both, because
-attention is causal.
+chunking and logits of that forward stay SGLang's. The KV equals that of one forward over prefix and
+new tokens, because attention is causal.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BlockTokens:
     tokens: Span
     block: Span
     read_e: Callable[[Span, torch.Tensor], object] | None
-    """Function that reads E at layer block.start for some of these tokens, like `Source.read_e`. E
-    of all tokens would take much memory. None if block.start is 0."""
+    """Function that reads E at layer block.start, like `Source.read_e`. One call reads some of the
+    tokens, because E of all would take much memory. None if block.start is 0."""
     e_map: str = ""
     """Digest of the map that corrects E; empty for no correction."""
     is_exact: bool = False
@@ -123,17 +123,17 @@ class PartialPrefill:
     def run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
         """Write the KV of each prefix's block into the slots of its row.
 
-        The rows' earlier tokens must already have KV in those layers. Called within
-        `Ranks.together`: after an error before a forward's layers, no rank computes these layers.
-        Raises RanksApart for an error within the layers.
+        The rows' earlier tokens must already have KV in those layers. Call it inside
+        `Ranks.together`. If a rank fails before the layers of a forward, no rank computes these
+        layers. If a rank fails within them, raises RanksApart.
         """
         for pieces in pack(prefixes, self._max_tokens):
             self._forward(batch, pieces)
 
     def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
-        """Run SGLang's own forward over these tokens of a row, in parts of SGLang's size. This uses
-        no code of this module, because that code may have failed. Called within `Ranks.together`,
-        as `run`."""
+        """Run SGLang's own forward over these tokens of a row, in chunks of at most one step. Runs
+        no code of a partial prefill, because that code may have failed. Call it inside
+        `Ranks.together`, like `run`."""
         for start in range(tokens.start, tokens.stop, self._max_tokens):
             part = Span(start, min(tokens.stop, start + self._max_tokens))
             forward_batch = replay_of(batch, [(row, part)], self._runner)

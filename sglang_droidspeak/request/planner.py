@@ -92,7 +92,7 @@ class Planned:
 
     @property
     def is_approximate(self) -> bool:
-        """Whether the request reads approximate KV, and inserts KV that other requests may find."""
+        """Whether SGLang reads and inserts the request's prefix among approximate KV."""
         return not (self.plan.is_exact or self.is_experiment)
 
 
@@ -162,9 +162,9 @@ class Planner:
         self.profiles, self._generation = own | dict(heirs), self._generation + 1
 
     def meet(self, req: Req) -> None:
-        """Find the token from which the request's adapter acts. Choose namespaces without other
-        tenants and without approximate KV older than the plans in service. Called while the request
-        holds nothing of SGLang's tree, on all ranks, each time it is seen."""
+        """Find the token from which the request's adapter acts. Choose the request's namespaces by
+        weights, tenant, plans in service and head. Called on all ranks each time the request is
+        seen, while it holds nothing of SGLang's tree."""
         if self._models.generation:
             prefixes.run_with(req, self._models.generation, self._models.place)
         self._activated.meet(req)  # First: this may let the base answer the request.
@@ -280,9 +280,9 @@ class Planner:
     def would_save_s(
         self, demand: Demand, num_there: int, sender: ModelId, location: Location, *, exactly: bool
     ) -> float:
-        """Predict the seconds a request would save if `sender` had its first `num_there` pages at
-        `location`, with all E. 0 if the request would not reuse them. With `exactly`, only exact
-        reuse counts."""
+        """Predict the seconds that a request would save if `sender` had the prompt's first
+        `num_there` pages at `location`, with E. 0 if the request would not reuse these pages. With
+        `exactly`, only exact reuse counts."""
         e_pages = dict.fromkeys(self._server.transition_layers, num_there)
         match = Match(model=sender, location=location, num_pages=num_there, e_pages=e_pages)
         costs = self.costs({location})
@@ -305,9 +305,8 @@ class Planner:
         )
 
     def _step_share(self, plan: Plan, costs: Costs) -> float:
-        """Return the part of SGLang's token budget of a step that a loaded token uses up. With
-        `max_stall_ms`, a step is full once recompute and copies take that long.
-        """
+        """Return `Planned.step_share` of a plan. With `max_stall_ms`, recompute and copies of this
+        length use up the whole budget of a step."""
         step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
         work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size
         copies_s = copy_s(plan, costs) * step / num_tokens
@@ -318,14 +317,14 @@ class Planner:
         return work / plan.num_layers + copies_s / step_s
 
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
-        """Return the pages of other locations and models. SGLang itself finds this model's pages on
-        the device."""
+        """Return which pages other locations and models have. SGLang itself finds this model's
+        pages on the device."""
         mine = pool_of(prefixes.namespace_of(req))
         return [it for it in self._cache.match(pages) if it.location != mine]
 
     def demand(self, req: Req, owner: Owner, num_pages: int, tree: UnifiedRadixCache) -> Demand:
-        """Return what a plan for the request's first `num_pages` pages has to meet, as if no other
-        request waited. Raises ValueError for wrong controls."""
+        """Return the needs of a request that may reuse its first `num_pages` pages. The caller sets
+        `num_waiting`. Raises ValueError for wrong controls."""
         usual, controls = self.usual(owner.model), parse_controls(req.sampling_params.custom_params)
         requested, target_ms = controls.requested(usual.num_layers), controls.ttft_target_ms
         held = self._pool.held(req, num_pages, tree)
@@ -347,7 +346,7 @@ class Planner:
         )
 
     def usual(self, model: ModelId) -> Demand:
-        """Return the part of a request's demand that only depends on the settings. Thread-safe."""
+        """Return the needs that all requests to `model` have by the settings. Thread-safe."""
         server, settings = self._server, self._server.settings
         target_ms = settings.ttft_target_ms
         return Demand(
@@ -375,8 +374,8 @@ class Planner:
         )
 
     def _link(self, location: Location) -> Link:
-        """Return the link to a location. This server's own memory is read without a fetch, so there
-        is no end of a fetch to notice."""
+        """Return the link to a location, with the time until a step notices the end of a fetch. For
+        this server's own memory, which needs no fetch, this time is 0."""
         link = self._cache.link(location) or FREE_LINK
         notice_s = 0.0 if location == LOCAL else self._meter.notice_s
         copy_byte_s = self._meter.copy_byte_s

@@ -1,8 +1,8 @@
 """Hold back the ends of answers until peers can read the KV that was computed for them.
 
 SGLang inserts a request's KV when the request is finished, and then answers. A thread then copies
-the KV out and advertises it to peers. A client's next request may go to another server and build on
-this answer. Then the client may ask for the answer to be sent last:
+the KV out and advertises it to peers. If a client's next request may go to another server and
+continue this answer, the client can ask this server to answer last:
 
     inserted ──► copied out ──► advertised ──► every peer says that it knows ──► answered
 """
@@ -31,7 +31,7 @@ class _Held:
     """Number of nodes that the offloader has to copy out before the answer is sent."""
     deadline: Deadline
     knows: Callable[[], bool] | None = None
-    """Function that returns whether all peers know the nodes. None until these are copied out."""
+    """Function that returns whether all peers know the nodes. None until all are copied out."""
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Replies:
     _offloader: Offloader
     _labels: Labels
     _patience_s: float
-    """Longest wait of an answer, in seconds: a peer may be gone."""
+    """Largest number of seconds that an answer waits, because a peer may be gone."""
     _held: dict[Req, _Held] = field(default_factory=dict, init=False)
     """Held answers by request, not by id: once the first rank has answered, another request may
     have the id."""

@@ -41,7 +41,7 @@ _MAX_WARMED: Final = 256
 MAX_ANSWERED: Final = 1000
 """Largest number of answered requests that are kept, so that `explain` can show them."""
 MAX_ID: Final = 256
-"""Largest number of characters in a request id that can still be explained."""
+"""Largest number of characters of a request's id with which `explain` can find the request."""
 MAX_MATCHES: Final = 32_000
 """Largest number of matches in all kept labels together. The oldest label is forgotten first."""
 
@@ -77,8 +77,8 @@ class Labels:
         """Labels of answered requests by id, the latest last."""
         self._num_matches = 0
         self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
-        """If a prompt has several samples (`n`), SGLang itself runs it once before them. The
-        provenance of this run, by prompt and controls."""
+        """Provenance of the run that SGLang makes before the samples of a prompt (`n` > 1), by
+        prompt and controls."""
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """Set a request's provenance so far. Ignored once the label is final."""

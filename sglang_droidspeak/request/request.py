@@ -29,7 +29,7 @@ class Phase(IntEnum):
     """Phase of a request. On several ranks, the lowest phase of any rank counts."""
 
     SETTLED = 0
-    """The request no longer reads by a plan: it was declined, given up, cancelled or is done."""
+    """This package is done with the request: declined, given up, cancelled or loaded."""
     SEEN = 1
     PLANNED = 2
     """The request has a plan, but staging memory is used up. SGLang may admit it for a full
@@ -56,7 +56,7 @@ _NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
 
 
 class IllegalTransition(Exception):
-    """Bug in this package: a request should enter a phase that cannot follow its present phase."""
+    """Bug in this package: code moved a request to a phase that cannot follow its present phase."""
 
 
 class Request:
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def plan(self) -> Plan:
-        """The plan of a request that has one."""
+        """Plan of a request that is planned."""
         return self.planned.plan
 
     @property
@@ -122,7 +122,7 @@ class Request:
     @property
     def delay_s(self) -> float:
         """Seconds by which the plan has delayed the request's batch until now. The wait for another
-        request's computation does not count: without reuse the device is as busy."""
+        request's computation does not count: without reuse the device would be as busy."""
         planned_s = self.seen_s + self.match_s
         could_run_s = math.inf if self.runnable_s is None else max(planned_s, self.runnable_s)
         held_s = max(0.0, time.monotonic() - could_run_s)

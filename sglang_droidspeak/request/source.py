@@ -81,7 +81,7 @@ class Source:
             staging.check()
 
     def admit(self) -> bool:
-        """Keep the pages until `release`. False if some were evicted meanwhile."""
+        """Keep the pages until `release`. Return False if SGLang has evicted some of them."""
         return True
 
     def wait(self, step: Step) -> None:
@@ -89,7 +89,7 @@ class Source:
         self.staging.wait(step)
 
     def read_e(self, layer: int, at: Span, into: torch.Tensor) -> None:
-        """Write E of the tokens into `[tokens, columns of this rank]` on the device. Raises
+        """Write E of the tokens to `into`, `[tokens, columns of this rank]`, on the device. Raises
         FetchError if there is no E."""
         raise NotImplementedError
 
@@ -98,7 +98,8 @@ class Source:
         raise NotImplementedError
 
     def adopt_e(self, at: Span, slots: torch.Tensor) -> bool:
-        """Copy E into slots with exact KV, if the source is in the pool. True: the slots have E."""
+        """Copy E into slots of exact KV, if the source is in the KV pool. Return whether all of the
+        slots have E now."""
         return False
 
     def release(self) -> None:
@@ -112,7 +113,7 @@ class Source:
 
 
 class Staged(Source):
-    """Pages in host memory: of this server's cache, read in place, or fetched into staging."""
+    """Pages in host memory: in this server's cache, or in the staging memory of a fetch."""
 
     def read_e(self, layer: int, at: Span, into: torch.Tensor) -> None:
         self._pool.coding.fill(into, self.rows(Step(Kind.E, layer), at))
@@ -129,9 +130,9 @@ class Staged(Source):
 
 
 class InPool(Source):
-    """Pages of another model's prefix in the same pool: there is nothing to fetch.
+    """Pages of another model in this server's KV pool: there is nothing to fetch.
 
-    SGLang keeps them from `admit` to `release`. Before, while the request waits, it may evict them.
+    SGLang keeps the pages from `admit` to `release`. Before `admit`, SGLang may evict them.
     """
 
     def __init__(self, plan: Plan, pool: ServerPool, lock: Callable[[], PoolPages | None]) -> None:

@@ -68,7 +68,7 @@ class WaitingRequests:
         self._asks = server.settings.hicache_backend is not None and self._ranks.is_first
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
-        """Plan new requests, forget requests that left, and return the ids of requests to hold."""
+        """Plan new requests, forget requests that left, and return the ids of requests to hide."""
         self._is_decoding = is_decoding
         self._see_anew(queue, tree)
         requests = [self._known(req) or self._see(req, tree) for req in queue]
@@ -197,15 +197,16 @@ class WaitingRequests:
     def _is_held(self, request: Request) -> bool:
         """Whether SGLang may not admit the request yet.
 
-        A load may turn into a full prefill until all its bytes have arrived. Decoding requests must
-        not wait for a prefill of more than one step.
+        Until all bytes have arrived, the load may turn into a full prefill. If other requests
+        decode, such a prefill has to fit into one step.
         """
         if request.phase is Phase.ARRIVING and self._is_decoding:
             return self._most_pages(request) < len(request.plan.pages)
         return request.phase in (Phase.SEEN, Phase.FETCHING)
 
     def _most_pages(self, request: Request) -> int:
-        """Return how many loaded pages fill one step, minus one for the request's own tokens."""
+        """Return how many loaded pages fit into one step, beside the plan's head and one page of
+        new tokens."""
         share, page_size = _step_share(request), self._page_size
         num_left = self._meter.step_tokens - (1 + len(request.plan.head)) * page_size
         most = num_left / (share * page_size) if share else math.inf
@@ -224,13 +225,13 @@ class WaitingRequests:
                 self._see(request.req, tree).runnable_s = begun_s
 
     def _known(self, req: Req) -> Request | None:
-        """Return the entry of this request, not of an earlier request with the same id."""
+        """Return the `Request` of `req`, not that of an earlier request with the same id."""
         request = self._requests.get(req.rid)
         return request if request is not None and request.req is req else None
 
     def _see(self, req: Req, tree: UnifiedRadixCache) -> Request:
-        """Begin a request's entry. Ask tiers that do not advertise, if they could have enough
-        pages."""
+        """Make a new `Request`. Ask the HiCache backend for the prompt's pages, if the device lacks
+        at least `min_tokens` tokens."""
         if req.rid in self._requests:
             self._requests[req.rid].settle()
         request = self._requests[req.rid] = Request(req)
