@@ -7,10 +7,10 @@ the kernel launches if that is longer.
 `Meter` keeps the latest passes of every length, so many short prompts do not displace few long
 ones. `Fit` finds a, b and c' by least squares of relative errors. The fit leaves out lengths that
 take no longer than the launches. Outliers count little. Last, the passes of each length correct the
-fit at this length.
+fit at that length.
 
-A fetch has three parts: its link (`cachetree.transport.pace`), its copies into KV slots, and the
-time until the scheduler notices its end.
+The seconds of a fetch are the sum of three: the transfer (`cachetree.transport.pace`), its copies
+into KV slots, and the delay until the scheduler notices its end.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
 _PRIOR_WEIGHT: Final = 0.25
 """Weight of each length of the prior (assumed cost) in the fit. A measured pass has weight 1."""
 _ABOVE_LEAST: Final = 1.25
-"""Multiple of the fastest length's time. Lengths that take longer than this are fitted. The time of
-all other lengths counts as kernel launches."""
+"""Lengths with a usual time above this multiple of the fastest length's time are fitted. The time
+of all other lengths counts as kernel launches."""
 _ROUNDS: Final = 4
 _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
@@ -57,11 +57,11 @@ _NOTICE_S: Final = 0.001
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_MODELS: Final = 256
-"""Largest number of models with passes of their own. The oldest model is dropped first."""
+"""Largest number of models for which passes are kept apart. The oldest is dropped first."""
 _MAX_OPEN: Final = 64
 """Largest number of passes that wait until their time is read. The oldest is dropped first."""
 _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
-"""First and last CUDA event of a pass, and the function that gets the pass's seconds."""
+"""First and last CUDA event of a pass, and the function that records the pass's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class Fit:
     """Fitted cost of one kind of pass (forward or recompute). Adding a pass takes microseconds."""
 
     def __init__(self, prior: Callable[[], PrefillCost | None]) -> None:
-        """`prior` returns the cost to assume at lengths without passes. Only its shape counts; the
-        measured passes set its scale."""
+        """`prior` returns the cost to assume at lengths without passes. Only the ratios between its
+        lengths count; the measured passes set its scale."""
         self._prior: Final = prior
         self._margin: Final = Margin()
         self.latest: Final = _Latest()
@@ -122,8 +122,8 @@ class Fit:
         self._cost: PrefillCost | None = None
 
     def add(self, tokens: Iterable[Span], seconds: float) -> _Pass:
-        """Record a measured forward pass over the `tokens` of one or more prompts. `seconds` is its
-        time for each layer."""
+        """Record a measured pass over the `tokens` of one or more prompts. `seconds` is its time
+        for each layer."""
         new = _Pass.over(tokens, seconds)
         if self._cost is not None:
             self._margin.add(new.of(self._cost), 1.0)
@@ -213,7 +213,7 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`step_tokens`: most tokens that SGLang prefills in one step. `prior`: cost to assume
-        before measurements; only its shape counts."""
+        before measurements, as in `Fit`."""
         self._clock: Final = clock
         self.step_tokens: Final = step_tokens
         self._num_layers: Final = num_layers
@@ -357,8 +357,8 @@ class Meter:
     def _read(self) -> None:
         """Add the times of passes that the device has finished. The caller holds the lock.
 
-        Does nothing on threads other than the scheduler's. There, a query for an event would create
-        a context on the process's first device, which may belong to another server.
+        Does nothing on other threads than the scheduler's: on these, a query for a CUDA event would
+        create a context on the process's first device, which may belong to another server.
         """
         if threading.get_ident() != self._thread:
             return

@@ -2,8 +2,8 @@
 
 A line is a series of models, each trained from the one before (as in reinforcement learning). Its
 profile has one plan for pairs of consecutive models. The server starts with a model of the line.
-After each update, the distance of their weights decides for each earlier model whether the present
-model may read its KV.
+After each update, it measures how far the new weights are from those of each earlier model. If the
+distance is small enough, the new model may read that model's KV.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Lines:
 
     def _pairs(self, model: ModelIdentity, weights: Weights) -> Iterator[LineProfile]:
         """Yield each earlier model's pair with `model`, if the distance of their weights is known.
-        The plan is of the first line that has proven this distance."""
+        The plan is from the first line that has proven this distance, if there is one."""
         for former, theirs in self._models.values():
             if (change := weights.distances_from(theirs)) is not None:
                 by_lines = [it.inherited(former, model, change) for it in self._profiles]

@@ -190,8 +190,7 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
-        """Set `pair_usable` of all pairs: to 0 if `are_off`. None keeps the last value of
-        `are_off`.
+        """Set `pair_usable` of all pairs. If `are_off`, each is 0. None repeats the last `are_off`.
 
         A pair that was never usable has no sample, so that it raises no alert.
         """
@@ -208,8 +207,8 @@ class Metrics:
     ) -> None:
         """Set the pairs that inherit a plan, and their states (`WatchedPair.state`).
 
-        Counters count such a pair as the last pair of its line: each update makes new pairs, and
-        labels are never removed.
+        Counters count such a pair as the last pair of its line. Each update makes new pairs, and
+        Prometheus never removes labels.
         """
         self._lines = {
             pair: (it.line.models[-2].model_id, it.line.models[-1].model_id)
@@ -220,11 +219,11 @@ class Metrics:
             self.heirs.labels(state).set(counts[state])
 
     def counted_as(self, pair: tuple[ModelId, ModelId]) -> tuple[ModelId, ModelId]:
-        """Return the pair as which counters count `pair`."""
+        """Return the pair under which `pair` counts: the last pair of its line if it inherits."""
         return self._lines.get(pair, pair)
 
     def tell_names(self, names: Mapping[str, str]) -> None:
-        """Set the present name of each model id. Call it from one thread only."""
+        """Set the present name of each model id. Only one thread may call it."""
         now = {**self._in_pairs, **names}
         for model, name in self._named.items() - now.items():
             self.model_info.labels(model, name).set(0)

@@ -4,15 +4,15 @@ Decisions depend on clocks, measured speeds and arrived bytes. These differ betw
 rank has to run the same forwards. So in each round of scheduling with waiting requests:
 
     first rank   plans new requests ─► broadcast ─► each rank stages its own shard
-    every rank   progress of its staging; before a forward, whether it landed  ─► minimum ─► all
+    every rank   progress of its fetch; before a forward, whether it is there  ─► minimum ─► all
     every rank   whether the pool has the pages that a plan reads there        ─► minimum ─► all
     every rank   whether it can run one forward of a partial prefill           ─► minimum ─► all
 
 Layers sum over all ranks. So a rank that fails has to say so before the others begin a layer. A
 rank that fails within a layer, or while E is gathered, ends the server: the others already wait for
 it in the next sum. It cannot join the remaining sums with dummy values, because only SGLang's
-layers know their number. They fuse some sums with the next kernel, depending on sizes and device.
-After one sum too many or too few, ranks would add values of different sums.
+layers know how many remain: depending on sizes and device, layers fuse some sums with the next
+kernel. After one sum too many or too few, ranks would add values of different sums.
 
 SGLang's radix trees and the data per slot are equal on all ranks without messages. The condition is
 that all ranks use the trees in the same order. A lookup that changes nothing may run on one rank.
@@ -49,7 +49,7 @@ class Ranks:
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """`group`: SGLang's group of the ranks' radix caches, which sends host memory. None if the
+        """`group`: the process group of SGLang's radix caches, which sends CPU tensors. None if the
         server has one rank."""
         self._group = group
         self._size = 1 if group is None else torch.distributed.get_world_size(group)
@@ -111,8 +111,8 @@ class Ranks:
             ) from exc
 
     def whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the columns of all ranks side by side, from `shard`: `[tokens, columns of this
-        rank]`. Runs on the current stream. Call it inside `together`."""
+        """Gather a tensor that is split by columns. `shard` is `[tokens, columns of this rank]`.
+        Runs on the current stream. Call it inside `together`."""
         if self._size == 1:
             return shard
         from sglang_droidspeak.engine.names import tensor_model_parallel_all_gather

@@ -55,7 +55,7 @@ class WeightUpdates:
     """Function that is called once all ranks know the new weights. It takes the model, its weights,
     and its folder's name (empty if no folder was loaded)."""
     _reading: Future[Weights] | None = field(default=None, init=False)
-    """Weights after the last update, while a thread reads them. On all ranks, or on none."""
+    """Weights after the last update, while a thread reads them. All ranks read, or none."""
     _folder: str = field(default="", init=False)
     """Name of the folder that `_reading` reads."""
     _why: str = field(default="", init=False)
@@ -113,8 +113,8 @@ class WeightUpdates:
     def by_name(self, original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an update, and hash each tensor that the model loads by a name of the checkpoint.
 
-        Other updates leave the weights unknown: they write tensors that SGLang has fused, cut or
-        packed.
+        An update by other names leaves the weights unknown: it writes tensors that SGLang has
+        fused, cut or packed.
         """
         self._begin()
         loading = _Loading(updater.get_model(), self._weights, self._models.reader)
@@ -189,7 +189,7 @@ class _Loading:
 
     def __init__(self, model: Any, weights: Weights, threads: Executor) -> None:
         self.weights = weights
-        """Weights after the load."""
+        """Weights of the model, with all tensors that were loaded by name so far."""
         self._odd = ""
         self._has_loaded = False
         self._model = model

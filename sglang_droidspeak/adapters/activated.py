@@ -1,7 +1,7 @@
 """Activated LoRA: an adapter that acts only from a known run of tokens on, its *invocation*.
 
 SGLang would apply such an adapter to the whole prompt. Here the base computes the tokens before the
-last invocation. So their KV is the base's, and may be in the cache already.
+last invocation. So these tokens have the base's KV, which may be in the cache already.
 
     prompt   document … question …   <invocation> … answer …
              base                   │ adapter
@@ -31,7 +31,7 @@ class ActivatedAdapters:
     def __init__(self, models: Models) -> None:
         self._models: Final = models
         self._reqs: WeakValueDictionary[tuple[str, str | None], Req] = WeakValueDictionary()
-        """Requests with an invocation, by id and adapter. The id is not enough: a new request may
+        """Requests with an invocation, by id and adapter. The id is not unique: a new request may
         get the id of an answered request that is still in a batch."""
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
@@ -60,7 +60,7 @@ class ActivatedAdapters:
             self._reqs[req.rid, req.lora_id] = req
 
     def prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
-        """Let SGLang prepare the adapters of a batch with rows split at their invocation."""
+        """Prepare the adapters of a batch after `_split` has cut its rows at invocations."""
         split = self._split(batch)
         if split is not batch:
             manager.fetch_new_loras({*split.lora_ids, None})
@@ -77,8 +77,8 @@ class ActivatedAdapters:
     def can_schedule(
         self, original: Any, scheduler: Scheduler, req: Req, running_loras: set[str | None]
     ) -> bool:
-        """Whether the request's adapter fits into the batch. With an activated adapter, the base
-        needs one of the batch's adapter slots."""
+        """Whether the request's adapter fits into the batch. If any adapter in it is activated, the
+        base also needs one of the batch's adapter slots."""
         together = (req.lora_id, *running_loras)
         if req.lora_id is None or not any(map(self._models.invocation, together)):
             return original(scheduler, req, running_loras)
@@ -112,8 +112,8 @@ class ActivatedAdapters:
 def _segments(
     batch: ForwardBatch, starts: Sequence[int | None]
 ) -> tuple[list[str | None], list[int]]:
-    """Split each request of the batch at its token in `starts`, if it has one. Return the adapter
-    and the number of tokens of each part that is not empty."""
+    """Split each request of the batch at its index in `starts`, if that is not None. Return the
+    adapter and the number of tokens of each row that is not empty."""
     parts: list[tuple[str | None, int]] = []
     is_extend = batch.forward_mode.is_extend()
     for row, (lora_id, start) in enumerate(zip(batch.lora_ids, starts, strict=True)):

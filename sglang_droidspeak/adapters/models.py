@@ -2,8 +2,8 @@
 
 Only this module knows which model is served now. A change of the base's weights begins a new
 generation. A request belongs to the generation in which it was last seen in the queue. Only a
-request of the present generation has an `Owner`, the model that its KV counts as. So all KV that is
-planned, noted or stored comes from the same weights, from the request's first token on.
+request of the present generation has an `Owner`: the model under which its KV is stored and reused.
+So all of a request's KV that is stored or reused comes from the same weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_THREADS: Final = 4
 
 
 def _nobody(*_known: object) -> None:
-    """Do nothing about a model that has become known."""
+    """Do nothing: the default of the callbacks of `Models`."""
 
 
 LoraId = str | None
@@ -80,12 +80,12 @@ class _Reading:
     """A loaded adapter while a thread reads its files."""
 
     content: Future[tuple[str, Adapter, bytes]]
-    """Digest and adapter as the thread has read them, and the files' stamp after that."""
+    """Digest and adapter that the thread has read, and the files' stamp (`stamp_of`) after that."""
     stamps: Sequence[bytes] = ()
-    """Stamps of the files before and after SGLang loaded them. Empty for an unloaded adapter."""
+    """Stamps of the files before and after SGLang loaded them. Empty after an unload."""
 
     def result(self) -> tuple[str, Adapter]:
-        """Return digest and adapter. Raises ConfigError for changed files, or after an unload."""
+        """Return digest and adapter. Raises ConfigError if files changed, or after an unload."""
         digest, adapter, stamp = self.content.result()
         if not self.stamps:
             raise ConfigError("it is not loaded any more")
@@ -97,8 +97,8 @@ class _Reading:
 class Models:
     """The models of this server, by adapter id. Scheduler thread only.
 
-    A thread reads every byte of an adapter that is loaded while the server runs. Until `settle`
-    finds that this is done, the adapter serves, but shares with no model.
+    A thread hashes the files of each adapter that is loaded while the server runs. Until `settle`
+    adds the adapter, it answers requests, but shares with no model.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class Models:
         self._base = base
         self._loaded: dict[LoraId, LoadedModel] = {None: self._made("", NO_ADAPTER)}
         self.unknown = ""
-        """Outcome of every request while the base is unknown: `reading_weights` or
-        `weights_updated`. Empty while the base is known."""
+        """Outcome of every request while the base's weights are unknown: `reading_weights` or
+        `weights_updated`. Empty while they are known."""
         self.generation = 0
         """Number of times that the base's weights were written."""
         self.place = ""
-        """Mark at the end of namespaces in SGLang's tree. It separates the present generation from
-        earlier generations, until SGLang flushes its tree."""
+        """Suffix of namespaces in SGLang's tree. It separates the KV of the present generation from
+        earlier KV. Empty once SGLang has flushed its tree."""
         self.ids: set[str] = set()
-        """Ids of all adapters that SGLang ever tried to load. Its tree may have their KV."""
+        """Ids of all adapters that SGLang ever tried to load. SGLang's tree may have their KV."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
         self.reader = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="droidspeak-weights")
@@ -128,7 +128,7 @@ class Models:
         self.known: Callable[[str, ModelId], object] = _nobody
         """Function that is called with an adapter's id and model id once both are known."""
         self.settle_base: Callable[[], object] = _nobody
-        """Function by which the ranks agree on new weights of the base that all have read."""
+        """Function by which ranks agree on the base's new weights, once all have read them."""
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -159,8 +159,8 @@ class Models:
         self.place = ""
 
     def of(self, lora_id: LoraId) -> ModelId | None:
-        """Model id of an adapter, or of the base. None if its content is not known: such a model
-        shares with no other."""
+        """Model id of an adapter, or of the base. None if its content is not known: a model of
+        unknown content shares with no other."""
         loaded = self._loaded.get(lora_id)
         return None if loaded is None or self.unknown else loaded.model_id
 
@@ -182,8 +182,8 @@ class Models:
         return None if model is None else Owner(model, lora_id, at)
 
     def first_differences(self, lora_id: LoraId) -> Mapping[ModelId, int]:
-        """Return for each other loaded model the first layer at which it differs from this model.
-        Activated LoRAs are left out."""
+        """Return, for each other loaded model, the first layer at which it differs from the model
+        of `lora_id`. Activated LoRAs are left out."""
         if lora_id not in self._differences:
             me = self._loaded[lora_id]
             self._differences[lora_id] = {
@@ -215,7 +215,7 @@ class Models:
             reading.stamps = (before, stamp_of(folder))
 
     def settle(self, ranks: Ranks) -> None:
-        """Add the adapters that all ranks have read alike. All ranks call this together."""
+        """Add adapters of which all ranks read the same digest. All ranks call it together."""
         self.settle_base()
         if not self._reading:
             return

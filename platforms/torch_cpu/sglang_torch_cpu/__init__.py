@@ -1,4 +1,4 @@
-"""SGLang on a machine with no accelerator: `python -m sglang.launch_server --device cpu`."""
+"""Plugin that lets SGLang run without an accelerator: `launch_server --device cpu`."""
 
 import os
 

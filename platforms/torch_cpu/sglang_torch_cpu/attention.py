@@ -1,7 +1,7 @@
 """Attention on the CPU that computes only new tokens: its cost is new queries × visible keys.
 
-SGLang's `torch_native` backend computes every position of a sequence, and throws the rows of the
-cached prefix away. So a 50-token question behind a 2,000-token prefix costs as much as the whole
+SGLang's `torch_native` backend computes a row (one token's attention) for every token, and discards
+the rows of the cached prefix. So a 50-token question behind a 2,000-token prefix costs as much as
 2,050 tokens. This backend computes only the new rows, in blocks. A block reads few keys that it has
 to mask:
 
@@ -28,14 +28,14 @@ QUERY_BLOCK = 256  # rows per SDPA call that needs a mask; measured in README.md
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One request of a batch: the KV pool's slots of its keys, and which of its rows are new."""
+    """One request of a batch: its slots in the KV pool, and how many of its tokens are cached."""
 
     slots: torch.Tensor | slice  # of all tokens, in order; a slice if they are one run
     prefix_len: int
     seq_len: int
 
     def gather(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Gather `[1, heads, seq_len, head_dim]`: a view of consecutive slots, else a copy."""
+        """Return keys or values, `[1, heads, seq_len, head_dim]`, without a copy if possible."""
         is_run = isinstance(self.slots, slice)
         rows = cache[self.slots] if is_run else cache.index_select(0, self.slots)
         return rows.transpose(0, 1).unsqueeze(0).to(dtype)
@@ -58,8 +58,8 @@ def sequences_of(
 
 
 def _as_run(slots: torch.Tensor) -> torch.Tensor | slice:
-    """If slots are consecutive, return them as a slice, which is read without a copy. The slots of
-    a fresh request usually are."""
+    """Return consecutive slots as a slice, which is read without a copy. The slots of a fresh
+    request usually are consecutive. Return other slots as int64."""
     if slots.numel() and bool((slots.diff() == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots.long()
@@ -80,8 +80,8 @@ def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, s
 def _causal_bias(
     num_rows: int, num_keys: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the additive mask of a block with a last row that sees all keys. The mask is a view of
-    a larger one, which blocks of several lengths share in all layers."""
+    """Return the additive mask of a block. The block's last row is the token of the last key. The
+    mask is a view of a larger mask, which blocks of other sizes share in all layers."""
     num_cached = 1 << (num_keys - 1).bit_length()
     bias = _largest_bias(num_cached, window, dtype)
     return bias[QUERY_BLOCK - num_rows :, num_cached - num_keys :]
@@ -89,7 +89,7 @@ def _causal_bias(
 
 @lru_cache(maxsize=4)
 def _largest_bias(num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Build the mask that blocks share: 1 KiB per key in float32."""
+    """Build the mask that blocks share, with QUERY_BLOCK rows: 1 KiB per key in float32."""
     position = torch.arange(num_keys - QUERY_BLOCK, num_keys).unsqueeze(1)
     key = torch.arange(num_keys).unsqueeze(0)
     hidden = key > position
@@ -106,8 +106,8 @@ def attend(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Compute attention of one block, with a last row that sees its last key. All tensors are `[1,
-    heads, rows or keys, head_dim]`."""
+    """Compute the attention of one block. Its last row is the token of the last key. All tensors
+    are `[1, heads, rows or keys, head_dim]`."""
     rows, keys = query.shape[2], key.shape[2]
     square = rows == keys and window is None
     sees_all = rows == 1 and (window is None or keys <= window + 1)
@@ -146,7 +146,7 @@ class TorchCpuAttention(TorchNativeAttnBackend):
         return self._run(tensors, None, options)
 
     def _run(self, tensors, prefix_lens, options) -> torch.Tensor:
-        """Fill `[tokens, heads, head_dim]` with the outputs of the new rows of every sequence."""
+        """Fill `output`, `[tokens, heads, head_dim]`, for the new rows of every sequence."""
         query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *_ = tensors
         if self.forward_metadata is None or self.forward_metadata[0] is not seq_lens:
             sequences = sequences_of(req_to_token, req_pool_indices, seq_lens, prefix_lens)

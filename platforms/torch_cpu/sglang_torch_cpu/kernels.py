@@ -12,7 +12,7 @@ def _gate(
     *,
     do_add: bool,
 ) -> None:
-    """Write a shared expert's output, weighted by its gate, to `output`, or add it (Qwen2-MoE)."""
+    """Add a shared expert's output, times its gate, to `output`, or copy it there (Qwen2-MoE)."""
     share = torch.sigmoid(hidden_states.float() @ gate_weight.float())[:, None]
     gated = (share * shared_output).to(output.dtype)
     if do_add:

@@ -1,4 +1,4 @@
-"""LoRA without pinned memory: pinning needs an accelerator and SGLang's LoRA always asks for it."""
+"""LoRA without an accelerator: ignore that SGLang's LoRA code asks for pinned memory."""
 
 from collections.abc import Callable
 

@@ -8,13 +8,13 @@ from sglang_torch_cpu import BACKEND
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """The CPU as a platform outside SGLang's tree. SGLang then uses the PyTorch version of each
-    operator."""
+    """Platform outside of SGLang's source. For such a platform SGLang uses the PyTorch version of
+    each operator."""
 
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Replace SGLang's defaults for a CPU. Choices of the user stay."""
+        """Replace SGLang's default attention and LoRA backends by ones that run on a CPU."""
         if server_args._raw_input["attention_backend"] is None:
             server_args.attention_backend = BACKEND
         if server_args.lora_backend == "csgmv":  # the default; its kernels are Triton's

@@ -2,8 +2,8 @@
 
 Importing SGLang takes nearly all of a small server's start. SGLang spawns fresh interpreters,
 because a process that has touched CUDA cannot be forked; this platform has no CUDA. Forks are off
-by default: a fork copies only the calling thread, so no other thread may hold a lock. This is true
-for `launch_server`, but not for an `Engine` inside another program.
+by default: a fork copies only the calling thread, so no other thread may hold a lock then. In
+`launch_server` no thread does. In a program with an `Engine`, another thread may.
 
 A fork has no OpenMP threads either, and would wait for them for ever. So the launcher computes on
 one thread, and its children on the configured number.
@@ -20,8 +20,8 @@ START_METHOD = "SGLANG_TORCH_CPU_START"  # environment variable: spawn (default)
 
 
 def hooks() -> dict:
-    """Return hooks that let SGLang start its processes by the method that an environment variable
-    names: `spawn` or `fork`. Raises ValueError for another method."""
+    """Return the hooks for the start method that $SGLANG_TORCH_CPU_START names: `spawn` or `fork`.
+    Raises ValueError for another method. For `fork`, this process then computes on one thread."""
     method = os.environ.get(START_METHOD, "spawn")
     if method not in ("spawn", "fork"):
         raise ValueError(f"{START_METHOD} is {method!r}; use 'spawn' or 'fork'")

@@ -1,4 +1,4 @@
-"""The CPU backend beside SGLang's `torch_native` class, on the same pool and batch."""
+"""Compare the CPU backend with SGLang's `torch_native` backend, on the same pool and batch."""
 
 import random
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ class Pool:
 
 
 class Case:
-    """A random batch (order of pages, prefixes, lengths) and one runner for both backends."""
+    """A random batch (order of pages, prefixes, lengths), on which both backends run."""
 
     def __init__(self, seed: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
         torch.manual_seed(seed)
@@ -128,7 +128,7 @@ def test_equals_the_stock_backend(dtype: torch.dtype, window: int | None, decode
 
 
 def test_nothing_of_a_forward_outlives_it() -> None:
-    """SGLang changes `seq_lens` in place between decode steps, so the backend may keep nothing."""
+    """SGLang changes `seq_lens` in place between decode steps, so a backend has to read it anew."""
     case = Case(2, (4, 4), torch.float32)
     batch = case.batch(decode=True)
     backend = TorchCpuAttention(case.runner)
@@ -146,7 +146,7 @@ def test_nothing_of_a_forward_outlives_it() -> None:
 
 
 def test_every_layer_asks_the_pool_for_its_buffers() -> None:
-    """SGLang waits for a layer's load inside the calls for the layer's buffers."""
+    """SGLang waits for a layer's load inside `get_key_buffer` and `get_value_buffer`."""
     case = Case(1, (4, 4), torch.float32)
     batch = case.batch(decode=True)
     backend = TorchCpuAttention(case.runner)
@@ -180,7 +180,7 @@ def test_cost_is_new_rows_times_visible_keys(prefix, new, window, most) -> None:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_blocks_of_many_lengths_share_a_mask(window: int | None) -> None:
-    """A long prompt has blocks of every length. A mask for each length would be kept in memory."""
+    """A long prompt has blocks of many sizes. One mask for each size would fill the memory."""
     places = set()
     for num_keys in range(1100, 2000, 64):
         for num_rows in (1, 100, QUERY_BLOCK):

@@ -1,4 +1,4 @@
-"""The platform's activation, its replacements, and LoRA without pinned memory."""
+"""Test the platform's activation, its PyTorch kernels, and LoRA without pinned memory."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Two real servers, one with SGLang's attention and one with ours, give the same answers; with LoRA
-the answers differ."""
+"""Two real servers, one with SGLang's attention and one with ours, give equal answers. A LoRA
+adapter changes the answers of both alike."""
 
 import json
 import random
