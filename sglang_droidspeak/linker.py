@@ -1,13 +1,13 @@
-"""The linker: SGLang's radix cache calls it, and it makes all other parts and places their hooks.
+"""The linker: SGLang's radix cache calls its methods. It makes all other objects, and places hooks.
 
-when            method/hook   what it does                 who does it
-waiting queue   new_prefill   plan, stage, hold            Queue → WaitingRequests
-admission       lookup, load  promise pages, give slots    WaitingRequests → Load
-batch start     start         copy layers into slots       Loader
-forward         forward       partial prefill, fall back   PartialPrefill
-batch end       finish        free the staging
-insertion       offload       copy new exact KV and E out  Insertions → Offloader, HostEvents
-answer          stream        hold, and label              Replies, Labels
+when            method/hook   what it does                        who does it
+waiting queue   new_prefill   plan, fetch, keep waiting           Queue → WaitingRequests
+admission       lookup, load  promise pages, take slots           WaitingRequests → Load
+batch start     start         copy layers into slots              Loader
+forward         forward       partial prefill, or full prefill    BatchForward → PartialPrefill
+batch end       finish        free the staging                    Loader
+insertion       offload       copy new exact KV and E to host     Insertions → Offloader, HostEvents
+answer          stream        hold back if asked; add the label   Replies, Labels
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
 
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of one of the server's pages. Raises NoAnswer, with the server's own
-    message."""
+    """Send `question` to a path of the server and return its JSON answer. Raises NoAnswer, with the
+    server's own message."""
     reply, answer = _ask("POST", args.url, path, args.api_key, question)
     if reply.status_code == 404:
         raise NoAnswer(f"{args.url}: {answer.get('error', 'it runs without droidspeak')}")

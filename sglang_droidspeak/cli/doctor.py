@@ -262,7 +262,7 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _room(settings: Settings, model: ModelId, ranks: int) -> Iterator[Check]:
-    """Check that memory and disk have room for the settings' sizes, once for each rank."""
+    """Check that this machine has the memory and disk that the settings ask for, for all ranks."""
     from profiles.environment import free_memory_bytes
 
     wanted, free = settings.taken_gb(ranks), free_memory_bytes() / GIB
@@ -300,7 +300,7 @@ def _peer(address: str, settings: Settings) -> Check:
 
 
 def running(url: str, key: str | None) -> Generator[Check, None, dict[str, Any] | None]:
-    """Check a server by the state that it reports. Return this state, or None without an answer."""
+    """Check a server by the state that it reports. Return the state, or None without an answer."""
     try:
         state, off_s = state_of(url, key)
     except CacheTreeError as exc:

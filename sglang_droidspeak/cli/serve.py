@@ -77,8 +77,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return SGLang's options that the command makes from its flags. SGLang gets `args.sglang`
-    unchanged. Raises ConfigError or ProfileError for options that the server would refuse."""
+    """Return the SGLang options that `droidspeak serve` makes from its own flags. `args.sglang` is
+    not among them. Raises ConfigError or ProfileError for options that the server would refuse."""
     flags = {
         "listen": args.listen,
         "peers": args.peer,
@@ -91,8 +91,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> ThisServer:
-    """Return the server that the settings describe, for a model that SGLang serves with these
-    flags. Raises ConfigError or ProfileError."""
+    """Check the settings as a server would at its start, for a model and SGLang's `flags`. Return
+    that server's description. Raises ConfigError or ProfileError."""
     from sglang_droidspeak.start import refuse
     from sglang_droidspeak.start.this_server import read_server
 

@@ -137,7 +137,7 @@ def _afterwards(url: str, key: str | None) -> Check:
 
 
 def settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Check by `/server_info` that the settings of sender and receiver fit each other."""
+    """Check that both servers have the same page size, and that the receiver has its gate on."""
     pages = [it["page_size"] for it in states]
     yield Check(
         name="page size",
@@ -156,8 +156,8 @@ def settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def _block(state: Mapping[str, Any]) -> str | None:
-    """Return the recommended block of the server's only usable pair. None if there is no usable
-    pair, or more than one."""
+    """Return the recommended block, as `start:stop`, if all usable pairs have the same. None if
+    their blocks differ, or there is no usable pair."""
     blocks = {tuple(it["block"]) for it in state[KEY]["pairs"] if it["usable"] and it["block"]}
     return "{}:{}".format(*blocks.pop()) if len(blocks) == 1 else None
 

@@ -23,7 +23,6 @@ from sglang_droidspeak.demo.results import Condition
 from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
 PAGE_SIZE = 16
-"""Page size of the demo's servers, in tokens."""
 _LIMITS: Final = "context-length", "max-total-tokens"
 """SGLang's options that limit the total length of a prompt and its answer."""
 _SPARE: Final = 7
@@ -49,7 +48,7 @@ _CPU_OPTIONS: Mapping[str, Any] = {
 }
 """SGLang's options on a CPU. They limit the KV pool, because two servers share the memory."""
 _ACCELERATOR_OPTIONS: Mapping[str, Any] = {"mem-fraction-static": 0.35}
-"""SGLang's options on an accelerator, which both servers share."""
+"""SGLang's options on an accelerator. Two servers share its memory."""
 _SHIPPED: Mapping[str, Any] = {
     "times_random_pair": True,
     "options": {  # Enough for one request at a time.
@@ -66,12 +65,12 @@ _TIMED_BLOCK = Span(4, 7)
 
 
 class DemoFailed(CacheTreeError):
-    """The demo cannot continue, or a check failed. The message says which, and the remedy."""
+    """The demo cannot continue, or a check failed. The message has the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Two models, and the plan by which the receiver reuses."""
+    """Two models to measure, and the plan by which the receiver reuses the sender's KV."""
 
     title: str
     sender: Path
@@ -109,7 +108,7 @@ class DemoConfig:
     activated_lora: Path | None = None
     """Activated LoRA on the sender's own weights, to compare with the receiver."""
     servers: Literal[1, 2] = 2
-    """Number of servers. With 1, the same server reads as the base and answers as its adapters."""
+    """Number of servers. A single server is both sender (its base) and receiver (its adapters)."""
     num_questions: int | None = None
     """Number of the data's first questions to use; None for all."""
     num_documents: int | None = None
@@ -122,15 +121,14 @@ class DemoConfig:
     """Note to the user, if the demo runs another pair than usual."""
     device: str = "auto"
     dtype: str | None = None
-    """Number format of the servers. None: float32 on a CPU, to compare answers exactly, and
-    bfloat16 elsewhere."""
+    """Data type of the servers. None: float32 on a CPU, to compare answers exactly, and bfloat16
+    elsewhere."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own options, for both servers."""
     host_gb: float = 4.0
     """Host memory for the sender's KV and E."""
     out: Path = Path("out/demo")
     start_timeout_s: float = START_TIMEOUT_S
-    """Seconds that a server may take to be ready."""
 
     def __post_init__(self) -> None:
         for name in ("num_questions", "num_documents"):

@@ -1,4 +1,4 @@
-"""Report of a demo: one value, as JSON, as a table and as a picture."""
+"""Report of a demo: as JSON, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 2
     pair: MeasuredPair
     ceiling: MeasuredPair | None
-    """Measurements of random weights: the most that reuse can save if a pair needs few layers. They
+    """Measurements of two models of random weights: what reuse can save if the block is short. They
     say nothing about quality. None for a user's own pair."""
     failures: list[str]
-    """Checks that failed. Empty for a valid demo."""
+    """Sentences about checks that failed. Empty for a valid demo."""
     notes: list[str] = []
-    """Questions that these data are too few to decide."""
+    """Sentences about losses that these documents are too few to prove."""
     elapsed_s: float
     environment: Environment
 
@@ -54,8 +54,8 @@ def write_json(report: DemoReport, path: Path) -> None:
 
 
 def table_of(report: DemoReport) -> Table:
-    """Return a table of the pair, with a row per condition. A line below it has the random
-    weights."""
+    """Return a table of the pair, with a row per condition. A line below the table has times of
+    models with random weights."""
     pair = report.pair
     table = Table(
         title="One receiver, several ways to read a document that another model has read",

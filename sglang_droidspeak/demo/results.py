@@ -58,7 +58,7 @@ class Condition(StrEnum):
 
 
 def rotated(conditions: Sequence[Condition], index: int) -> list[Condition]:
-    """Return all conditions, rotated by `index`."""
+    """Return the conditions, rotated by `index`, so that no condition is always the first."""
     first = index % len(conditions)
     return [*conditions[first:], *conditions[:first]]
 
@@ -73,13 +73,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     num_reusable: int
     """Number of tokens of this prompt that the sender's cache held."""
     document: int = 0
-    """Number of the document that was asked about."""
+    """Index of the document that was asked about."""
     provenance: RequestProvenance
 
     @property
     def is_reused(self) -> bool:
-        """Whether more than half of the reusable tokens were reused. Not all can be: the receiver
-        itself computes first pages that all prompts share."""
+        """Whether more than half of the reusable tokens were reused. The receiver itself computes
+        some of them: first pages that all prompts share."""
         provenance = self.provenance
         is_loaded = provenance.outcome in ("reused", "own")
         return is_loaded and 2 * provenance.reused_tokens > self.num_reusable
@@ -150,7 +150,7 @@ rounding, which decides between two tokens that are about equally likely."""
 
 
 def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
-    """Return sentences about requests that did not reuse as asked, or reused unasked."""
+    """Yield sentences about requests that reused too little, or although they were told not to."""
     for condition, answered in samples.items():
         if condition.is_full:
             num_wrong = sum(sample.provenance.reused_tokens > 0 for sample in answered)
@@ -170,8 +170,8 @@ def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
 
 
 def equality_failures(samples: Samples, pair: str, dtype: str) -> Iterator[str]:
-    """Return sentences about answers that differ from full prefill although they must be equal:
-    with all layers recomputed, or by an activated LoRA."""
+    """Yield sentences about answers that differ from full prefill although they must be equal: with
+    all layers recomputed, or by an activated LoRA."""
     least = 1.0 if dtype == "float32" else LEAST_AGREEMENT_16_BIT
     stop = None if least == 1.0 else 1
     for alone, reused in (
@@ -191,18 +191,17 @@ class QualityCheck(msgspec.Struct, frozen=True):
     """Comparison of the recommended block's quality with what its profile accepts."""
 
     failures: tuple[str, ...] = ()
-    """A sentence if the block clearly loses more than the tolerance."""
+    """A sentence if the block loses more than the tolerance, and hardly by chance."""
     notes: tuple[str, ...] = ()
-    """A sentence if the block's mean loses more than the tolerance, but these documents are too few
-    to be sure."""
+    """A sentence if the block loses more than the tolerance, perhaps by chance."""
 
 
 def check_quality(samples: Samples, profile: PairProfile) -> QualityCheck:
-    """Judge the block by documents. A document counts as the mean of its questions.
+    """Compare the block's loss of quality with the profile's tolerance. Each document counts once.
 
-    A loss beyond the tolerance fails the demo if it is clear. If the block lost exactly the
-    tolerance, a clear loss would appear in at most 5 % of demos. This is Hoeffding's bound (1963,
-    theorem 1), for independent documents of any scatter. Documents that gain count as a loss of 0.
+    A larger loss fails the demo if it is hardly by chance. A block that loses exactly the tolerance
+    fails at most 5 % of demos, by Hoeffding's bound (1963, theorem 1) for independent documents. A
+    document that gains counts as a loss of 0.
     """
     qualities: dict[int, list[tuple[float, float]]] = {}
     full, block = samples[Condition.FULL_PREFILL], samples[Condition.BLOCK]

@@ -44,7 +44,7 @@ from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 PUBLISH_S = 60.0
-"""Largest number of seconds until peers know a document's pages."""
+"""Seconds to wait at most until peers know a document's pages."""
 READY_S = 30.0
 _LOOK_S = 0.05
 _RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
@@ -107,7 +107,7 @@ def _measure(
     config: DemoConfig, subject: Subject, documents: Sequence[Document], console: Console
 ) -> tuple[MeasuredPair, Samples, list[str]]:
     """Start the servers, measure their answers, and stop them. Returns means, all answers, and
-    failures. Raises DemoFailed, with the end of the logs, if a server does not answer."""
+    failed checks. Raises DemoFailed, with the end of the logs, if a server does not answer."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(subject.conditions) * sum(len(it.questions) for it in documents)
     listen = f"tcp://127.0.0.1:{free_port()}"
@@ -278,7 +278,7 @@ def random_documents() -> list[Document]:
 def step(console: Console, title: str, total: int | None = None) -> Iterator[Callable[[], None]]:
     """Show progress of one step: a bar on a terminal, lines elsewhere.
 
-    Yields a function to call after each of `total` parts. Without `total` the length is unknown.
+    Yields a function to call `total` times. Without `total` the length of the step is unknown.
     """
     begun_s, columns = time.monotonic(), [TextColumn("{task.description:<34}"), BarColumn(30)]
     if total is not None:

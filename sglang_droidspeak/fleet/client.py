@@ -21,7 +21,7 @@ def ask_server(method: str, url: str, **options: Any) -> requests.Response:
 
 
 class Client:
-    """A server at its URL, and the LoRA adapter that all prompts name."""
+    """Client of the server at `url`. Every prompt names the LoRA adapter `adapter`, if given."""
 
     def __init__(self, url: str, key: str | None = None, adapter: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -31,7 +31,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
     ) -> dict[str, Any]:
-        """Return a greedy completion from `/generate`. `_body` takes the options `asked`. Raises
+        """Return a greedy completion from `/generate`. `asked` are options of `_body`. Raises
         requests.HTTPError on an error status."""
         return self.post("/generate", timeout_s, **self._named, **_body(prompt, **asked))
 

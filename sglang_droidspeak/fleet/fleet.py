@@ -29,7 +29,6 @@ from sglang_droidspeak.fleet.servers import ProgramSpec, ServerSpec, Spec, Worke
 from sglang_droidspeak.start.config import parse_settings
 
 _DEFAULT_PORT = 30000
-"""SGLang's default port."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ _given_out: list[contextlib.ExitStack] = []
 
 def free_port(num_ranks: int = 1) -> int:
     """Return the first of `num_ranks` free ports in a row, one for each rank of a server. While
-    this process lives, the function gives them to no other process. Raises ServerFailed.
+    this process lives, no other process gets these ports from this function. Raises ServerFailed.
 
     Another program could take some ports before the server binds them. So we leave out the ports of
     outgoing connections (32768 and above on Linux) and SGLang's own (22000 to 29999).

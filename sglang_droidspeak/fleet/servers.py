@@ -68,8 +68,8 @@ class Spec:
         server's place."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
-        """Whether the process measures a GPU's free memory at start, and again after it has loaded
-        its model. Another process that starts meanwhile would spoil this measurement."""
+        """Whether the process measures a GPU's free memory before and after it loads its model.
+        Another process that starts in between would spoil this measurement."""
         return False
 
 
@@ -185,9 +185,9 @@ def _new_file(path: Path) -> BinaryIO:
 
 
 class Process:
-    """One process of a fleet, in a session of its own, with a log file.
+    """A program of a fleet, in a session of its own, with a log file.
 
-    `stop` ends every process of that session, and so does the end of `running`.
+    `stop` ends every process of the session, and so does the end of `running`.
     """
 
     def __init__(self, spec: Spec, folder: Path, env: Mapping[str, str]) -> None:
@@ -210,7 +210,6 @@ class Process:
 
     @property
     def address(self) -> str:
-        """Address at which clients reach the process."""
         return self.spec.address(self.log)
 
     @property
@@ -262,8 +261,8 @@ class Server(Process, Client):
     def stop(self) -> None:
         """End the server at once.
 
-        SIGTERM would end its scheduler just as abruptly. Its other processes would take this for a
-        crash, and wait for 5 s.
+        SIGTERM would end its scheduler just as abruptly. Then the server's other processes would
+        report a crash, and wait for 5 s.
         """
         self.kill()
 

@@ -34,7 +34,7 @@ def terminable() -> Iterator[None]:
 def uninterrupted() -> Iterator[None]:
     """Hold back Ctrl-C, SIGTERM and SIGHUP, so that no process is half started or half ended.
 
-    This uses handlers because a new process does not inherit them. It would inherit a signal mask.
+    This uses handlers, not a signal mask: a new process would inherit the mask.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

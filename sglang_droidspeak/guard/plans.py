@@ -1,11 +1,10 @@
 """Decide which plans of a pair are in service, by the evidence against each. Pure.
 
 An alarm takes a plan out of service, together with all plans of its profile that promise no more
-quality. The pair continues with the best remaining plan; without one it is off. Exact plans always
-stay. A plan is watched more closely at first, while there is some evidence against it, and after an
+quality. The pair continues with the best remaining plan, if there is one. Exact plans always stay.
+All answers by a plan are compared at first, while there is some evidence against it, and after an
 alarm against another plan of its pair. With `gate: none`, a block that requests name is watched as
-a plan that promises nothing. A document adds evidence once. An hour multiplies evidence by a
-bounded factor.
+a plan that promises no quality.
 
 How far an answer was from an exact run
 ---------------------------------------
@@ -13,8 +12,8 @@ How far an answer was from an exact run
 SGLang reports the most likely tokens of both runs. No other token is more likely than the last of
 them. Total variation is the largest difference between the probabilities that both runs give to a
 set of tokens. It has a lower bound: sum how much more one run gives to each token than the other
-run can give at most. The bound is 0 if both runs are equal. It is close if few tokens have nearly
-all of the probability.
+run can give at most. The bound is 0 if both runs are equal. The bound is close to the total
+variation if few tokens have nearly all of the probability.
 
 Has the mean of these distances risen above what is allowed?
 ------------------------------------------------------------
@@ -25,15 +24,15 @@ A Shiryaev-Roberts e-detector for the mean of values in [0, 1] (Shin, Ramdas and
     evidence' = (evidence + 1) * (1 + bet * (x - allowed)),   averaged over several bets
 
 Assume that each value's mean, given all values before it, is at most `allowed`. Then the second
-factor's mean is at most 1. So evidence grows by at most 1 per observation on average, for any
-distribution. This also holds for the sum over all plans of a server, and each of its shadows. So an
-alarm at `ALARM` comes after at least `ALARM` comparisons (shadows) of the whole server on average,
-for any number of plans. How often shadows run may depend on the evidence, because a decision about
-the next shadow uses only the past.
+factor's mean is at most 1. So evidence grows by at most 1 per comparison (shadow) on average, for
+any distribution. So does the sum of the evidence against all plans of a server. So an alarm at
+`ALARM` comes after at least `ALARM` comparisons of the server on average, for any number of plans.
+How often shadows run may depend on the evidence, because a decision about the next shadow uses only
+the past.
 
 Ordinary traffic breaks the assumption: hard documents come one after another, and then the mean
-given the past is above the overall mean. Nothing can be proven about any order. So limits keep such
-a cluster from causing an alarm: an hour multiplies evidence by at most `HOUR`, and a document adds
+given the past is above the overall mean. No bound holds for all orders of documents. So two limits
+protect from false alarms: an hour multiplies evidence by at most `HOUR`, and a document adds
 evidence once. Limits only lower evidence, so the bound above still holds. An alarm takes at least
 five bad hours. `benchmarks/guard_drift.py` counts false alarms in clustered traffic.
 """
@@ -76,16 +75,16 @@ ALARM: Final = 1e5
 before a false alarm."""
 SUSPICION: Final = 2.0
 NUM_FIRST: Final = 20
-"""Number of comparisons for which a plan counts as new. Every request by a new plan is compared,
-once chance has chosen the first. So an unused plan causes no comparisons."""
+"""Number of comparisons for which a plan counts as new. After a first one, chosen by chance, every
+request by a new plan is compared."""
 NOISE: Final = 0.02
 """Largest distance that two exact runs have, in half precision and in different batches. If a
 profile does not say how far a plan is from full prefill, the plan is allowed only this distance."""
 HOUR_S: Final = 3600
 MAX_DOCUMENTS: Final = 256
-"""Number of latest documents that a plan remembers. These add no evidence again."""
+"""Number of latest documents that a plan remembers. A remembered document adds no evidence."""
 ALL: Final = "all"
-"""Word in a reset that stands for all senders."""
+"""Value of `GuardQuestion.reset` that stands for all senders."""
 
 
 class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +105,7 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[str, ...] = ()
     """Digests of the last documents that added evidence."""
     probation: Probation | None = None
-    """Evidence about an inherited plan, until there is enough of it. None for a measured plan."""
+    """Evidence about an inherited plan on probation. None afterwards, and for a measured plan."""
 
     @property
     def key(self) -> tuple[tuple[int, int] | None, bool]:
@@ -228,8 +227,8 @@ def watched(profile: PairProfile) -> WatchedPair:
 
 
 def after(pair: WatchedPair, shadow: Shadow) -> WatchedPair:
-    """Return the pair after one more comparison. If its plan is out of service, this is the same
-    object."""
+    """Return the pair after one more comparison. If the compared plan is out of service, return the
+    same object."""
     plan = shadow.plan
     key = plan.block, plan.e_corrected
     if key not in (it.key for it in pair.plans):
@@ -331,7 +330,7 @@ def total_variation(served: LogProbs, exact: LogProbs) -> float:
 
 
 def _excess(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the probability that `one` gives to its reported tokens in excess of the most that
-    `other` can give to them."""
+    """Return how much more probability `one` gives to its reported tokens than `other` can give to
+    them at most, summed over the tokens for which it is more."""
     most = sorted(other.values(), reverse=True)[:TOP][-1]
     return min(1.0, sum(max(0.0, it - other.get(token, most)) for token, it in one.items()))

@@ -1,7 +1,7 @@
 """Probation: the first comparisons of a plan that was inherited, and not measured for its pair.
 
 Two test martingales over values in [0, 1], each a mean over some bets (Ville's inequality bounds
-how often they ever reach a number):
+the probability that one ever reaches a number):
 
     against    *= 1 - bet + bet * x / allowed                grows if the mean is above allowed
     in favour  *= 1 - bet + bet * (1 - x) / (1 - allowed)    grows if the mean is below allowed
@@ -9,8 +9,8 @@ how often they ever reach a number):
 Take each value's mean, given the values before it. If it is at most `allowed`, the probability of
 an alarm is at most 1 / `ALARM`. If it is at least `allowed`, the probability that probation ends
 well is at most 1 / `ENOUGH`. Nothing is proven for ordinary traffic, which comes in clusters:
-`tests/guard/test_probation.py` counts both errors there. Unlike the guard's evidence, this evidence
-has no limit per hour, because a model in training is served only for minutes.
+`tests/guard/test_probation.py` counts both errors in such traffic. Evidence in `plans` has a limit
+per hour. This evidence has none, because a model in training is served only for minutes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ENOUGH: Final = 20.0
 """Evidence in favour of a plan that ends its probation."""
 
 MOST_ALLOWED: Final = 0.99
-"""Largest allowed mean distance. With a larger one, evidence in favour could not grow. A profile
-from few data may allow more."""
+"""Largest allowed mean distance that probation uses. A profile from few data may allow 1 or more;
+then evidence in favour could not grow."""
 
 
 class Probation(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence about a plan on probation, by bet."""
+    """Evidence against and in favour of a plan on probation, each by bet."""
 
     against: tuple[float, ...] = (1.0,) * len(BETS_AGAINST)
     in_favour: tuple[float, ...] = (1.0,) * len(BETS_IN_FAVOUR)

@@ -59,7 +59,7 @@ class PairsInService:
         *,
         keeps_record: bool,
     ) -> None:
-        """Read the record at the setting `guard_path`, if it has a path. Raises ConfigError."""
+        """Read the record in the file `settings.guard_path`, if it is set. Raises ConfigError."""
         self._planner: Final = planner
         self._metrics: Final = metrics
         self._names: Final = names
@@ -73,7 +73,7 @@ class PairsInService:
         self._heirs: Mapping[Pair, LineProfile] = {}
         """Pairs that inherit a plan from a line of models. The record contains no such pair."""
         self._left: Final[dict[Line, int]] = {}
-        """Number of plans in service after an alarm, for all pairs that inherit from a line."""
+        """Number of plans in service since an alarm, by line: one number for all its pairs."""
         for profile in self._profiles.values():
             fresh = watched(profile)
             pair = known.pop(fresh.profile, fresh)
@@ -83,8 +83,8 @@ class PairsInService:
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def inherit(self, heirs: Sequence[LineProfile]) -> None:
-        """Replace the pairs that inherit a plan. A pair that has a profile of its own inherits
-        nothing."""
+        """Replace all pairs that inherit a plan by `heirs`. A pair that has a profile of its own
+        inherits nothing."""
         before = {it.profile: it for it in map(self._pairs.pop, self._heirs)}
         for key in self._heirs:
             del self._profiles[key]
@@ -180,8 +180,8 @@ class PairsInService:
         tracing.event("guard", {**names, "plans_left": pair.num_left})
 
     def _tell(self) -> None:
-        """Tell planner and metrics the plans out of service, and the states of pairs that
-        inherit."""
+        """Tell the planner which plans are out of service, and planner and metrics the states of
+        the pairs that inherit."""
         self._planner.out_of_service = frozenset(
             plan for it in self._pairs.values() for plan in it.out_of_service
         )
@@ -261,7 +261,7 @@ def check_record(path: Path) -> None:
 
 
 def write_record(path: Path, pairs: Iterable[WatchedPair]) -> None:
-    """Replace a record as a whole, readable only for its owner. Raises OSError."""
+    """Replace a record's file atomically, readable only for its owner. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path.resolve()) as file:
         file.write(msgspec.json.encode(_Record(_VERSION, tuple(pairs))))

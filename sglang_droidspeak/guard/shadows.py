@@ -1,8 +1,8 @@
 """Shadows: compare answers from approximate KV with an exact run afterwards.
 
-    arrival  A hash of the request's id, under a key of this server, chooses the request. So text,
-             load and users cannot influence the choice. While a plan is suspected, or where pairs
-             may inherit one, all requests are looked at.
+    arrival  A hash of the request's id, under a key of this server, chooses the requests to
+             compare. So text, load and users cannot influence the choice. While a plan is
+             suspected, or if pairs may inherit a plan, all requests are watched.
     answer   If the request reused another model's KV, its prompt is kept.
     turn     The prompt runs twice: greedily over the same approximate KV, and exactly over the
              tokens of the first run. A run waits until no request runs, or until the budget allows
@@ -14,7 +14,7 @@ Why two runs, and not the user's answer? Profiles have measured greedy answers, 
 by default. A sampled answer leads into text that no profile has measured. With two runs every
 request can be compared, and its own answer is never touched.
 
-Event loop of the front end only.
+Runs only on the event loop of the front end.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Shadows:
         self._task: asyncio.Task[None] | None = None
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
-        """Hooks TokenizerManager.generate_request, which returns an async generator of replies."""
+        """Hook around TokenizerManager.generate_request. Return its async generator of replies."""
         if not _is_comparable(obj):
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
@@ -159,7 +159,7 @@ class Shadows:
         """Wait until the server is idle or the budget allows a run, then run and return the result.
 
         If a request arrives during a run that the budget does not allow, the run is cancelled, and
-        starts again later. None if the deadline passed before, or the adapter was unloaded.
+        starts again later. None if no run began before the deadline, or the adapter was unloaded.
         """
         budget = self._budget
         while True:
@@ -197,8 +197,8 @@ class Shadows:
 
 
 class Budget:
-    """Budget of seconds that the runs of comparisons may take while users' requests run: a share of
-    all time, plus at most one run.
+    """Budget of seconds for runs of comparisons beside users' requests: a share of all time, plus
+    at most one run.
 
     A run is charged for all the time that it shares with another request.
     """
@@ -221,7 +221,7 @@ class Budget:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """An answer that may be compared."""
+    """An answer that may be compared with an exact run."""
 
     asked: Any
     """The user's request as SGLang's own object, in which SGLang resolves the adapter."""

@@ -1,8 +1,8 @@
 """Objects in a HiCache backend, and the lanes through which a server reads and writes them.
 
-A backend may fail, hang, and recover at any time. Each page has one object per layer for KV, and
-one per kept layer for E. So a plan reads only the layers that it loads, in their order. A file
-backend is as fast per byte with objects of 64 KiB as with larger objects.
+A backend may fail, hang, and recover at any time. Each page has one object for the KV of each
+layer, and one for each E that is kept. So a plan reads only the layers that it loads, in its order.
+A file backend is as fast per byte with objects of 64 KiB as with larger objects.
 
     bytes [0, 8)     magic and version
     bytes [8, 16)    size of the payload, little-endian
@@ -37,8 +37,8 @@ HICACHE: Final = Location("hicache")
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192
-"""Unit of a slot's size in bytes. With this unit, both halves of a slot are whole memory pages, as
-backends with direct I/O need."""
+"""Unit of the size of slots (buffers), in bytes. With this unit, each half of a slot is a multiple
+of a memory page, as backends with direct I/O need."""
 MAX_ABSENT: Final = 1 << 16
 _KEYS_PER_CALL: Final = 128
 """Largest number of keys in one question to the backend, as in SGLang."""
@@ -49,10 +49,10 @@ MIN_PAUSE_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One object of a fetch or of an entry, while it moves."""
+    """One object on its way between the backend and a slot (a buffer in host memory)."""
 
     page: int
-    """Number of the page, from the first page of the fetch or the entry on."""
+    """Index of the page within the fetch or the entry."""
     step: Step
     key: str
     slot: int
@@ -82,7 +82,7 @@ class Objects:
 
     def steps(self, part: Part) -> tuple[Step, ...]:
         """Return the steps (KV or E, and layer) of a page's objects, in the order of writing. If
-        the backend has the first and the last object, the page counts as whole."""
+        the backend has the first and the last object, the page counts as complete."""
         # A backend drops the oldest object first: the first object is lost before the others. The
         # last object is written after the others.
         return steps_of(part, self._family.num_layers)[::-1]
@@ -94,7 +94,7 @@ class Objects:
         return _HEADER.size + self.page_bytes(step)
 
     def key(self, model: ModelId, page: PageHash, step: Step) -> str:
-        """Return the key of an object. In it, the page hash covers tokens and tenant. The prefix
+        """Return the key of an object. The page hash in it covers tokens and tenant. The prefix
         covers sizes, dtype, tokenizer, RoPE and rank."""
         return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
 
@@ -125,8 +125,8 @@ class AbsentPages:
 
 
 class Lane:
-    """Access to the backend for one purpose, reading or writing, with `slots` of its own. After
-    several failures it pauses.
+    """Access to the backend for one purpose, reading or writing, with its own `slots` (buffers).
+    After several failures it pauses.
 
     Thread-safe, but only one thread may move objects. Every call may hang, or raise any error of
     the backend. The caller reports each result with `fail` or `succeed`.

@@ -4,15 +4,15 @@
     read     reads a plan's layers, in its order, into its staging
     write    writes every entry of the tree, some time after it was added
 
-A shared store advertises nothing. So the tier asks it for the pages of each model that may send.
-One question per batch of pages finds the number of leading pages without a gap. Answers become
-entries of the tree, so only the new part of a growing prompt is asked about. A page that was absent
-is not asked for again for some seconds.
+A shared store does not announce its pages. So the tier asks for the pages of each model that may
+send. One question per batch of pages finds the number of leading pages without a gap. Answers
+become entries of the tree, so only the new pages of a growing prompt are asked about. A page that
+was absent is not asked for again for some seconds.
 
 Each kind of work has one thread, as in SGLang: backends keep one bounce buffer for reads and one
-for writes. A call that hangs blocks its thread and keeps its slots. Requests and fetches do not
-wait for it longer than their deadlines. Meanwhile the `Lane` for reading or writing refuses other
-calls.
+for writes. A call that hangs blocks its thread and keeps its slots (buffers). Requests and fetches
+wait for the call no longer than their deadlines. Meanwhile the `Lane` for reading or writing
+refuses other calls.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MAX_SLOTS: Final = 64
 MAX_LANE_BYTES: Final = 16 << 20
 """Largest size of the memory for the slots of one lane, in bytes."""
 PART_BYTES: Final = 64 << 20
-"""Bytes of an entry that the writer thread writes before requests can find these pages."""
+"""Size of the slices in which entries are written. Requests find a slice once it is written."""
 MAX_KNOWN_PAGES: Final = 1 << 18
 """Largest number of pages of the backend that the tree lists. Beyond this number the tree drops the
 coldest pages; a search may find them again."""
@@ -145,7 +145,7 @@ class HiCacheTier:
         fetch[2].fail(FetchError(f"this side's reader has failed: {error!r}"))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """Do nothing: the backend tracks use itself, and has no call to change it."""
+        """Do nothing: the backend itself tracks which pages are used, and cannot be told."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         search = Search(Deadline.after(WAIT_S, self._clock))
@@ -291,14 +291,14 @@ class HiCacheTier:
         raise error
 
     def _lose(self, model: ModelId, pages: Sequence[PageHash], part: Part, seconds: float) -> None:
-        """Note that the first of these pages is unreadable. It is not read for `seconds`."""
+        """Remove these pages from the tree, later. Do not ask for the first one for `seconds`."""
         self._absent.add(model, part, pages[0], seconds)
         self._lost_pages.append((model, pages, part))
 
     def _lost(
         self, model: ModelId, pages: Sequence[PageHash], piece: Piece, why: str
     ) -> StaleEntry:
-        """Count an object that is `damaged` or `missing`, and return the error to raise."""
+        """Count an object as `damaged` or `missing`, and return the error to raise."""
         self._count(why, 1)
         if why == "damaged" and self._lines.may(why):
             log.warning(

@@ -17,7 +17,7 @@ from sglang_droidspeak.guard.plans import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 CLOSE: Final = 0.05
-"""Least difference of log-probabilities that counts, because rounding depends on the batch."""
+"""Least difference of log-probabilities that counts. A smaller one may be due to rounding."""
 _PATIENCE_S: Final = 600.0
 
 
@@ -56,8 +56,8 @@ def ask(client: Client, ids: Sequence[int], salt: str, **controls: str) -> Answe
 
 
 def answer_of(ttft_s: float, parts: Sequence[Mapping[str, Any]]) -> Answer:
-    """Make an answer from the `meta_info` of a stream's parts. The last part has all tokens, or
-    each part has only new tokens."""
+    """Make an answer from the `meta_info` of each reply of a stream. The last reply has all tokens,
+    or each reply has only new tokens."""
     meta = {**parts[0], **parts[-1]}
     own, top = (_whole(parts, f"output_{it}_logprobs") for it in ("token", "top"))
     likely = [{token: value for value, token, _ in it} for it in top]

@@ -118,7 +118,7 @@ def tokenizers(run: Run) -> Iterator[Check]:
 
 
 def device(run: Run, client: Client) -> Iterator[Check]:
-    """Check SGLang's own cache: cold, warm, at a partial hit, and after a flush."""
+    """Check SGLang's own cache: empty, full hit, partial hit, and after a flush."""
     prompt, salt = run.prompts[0], new_salt()
     first, second = prompt.prefix + prompt.suffixes[0], prompt.prefix + prompt.suffixes[-1]
     cold = ask(client, first, salt, mode="off")
@@ -149,7 +149,7 @@ def device(run: Run, client: Client) -> Iterator[Check]:
 
 
 def together(run: Run, client: Client) -> Iterator[Check]:
-    """Check that four questions get the same answers at once as one after the other."""
+    """Check that four questions at once get the answers that they get one after the other."""
     prompt, salt = run.prompts[0], new_salt()
     asked = [prompt.prefix + prompt.suffixes[i % len(prompt.suffixes)] for i in range(4)]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -320,7 +320,7 @@ def ttft(run: Run) -> Iterator[Check]:
 
 
 def _typical(times_s: Sequence[float]) -> tuple[float, float]:
-    """Return median and median absolute deviation."""
+    """Return the median and the median absolute deviation."""
     middle = median(times_s)
     return middle, median(abs(it - middle) for it in times_s)
 
