@@ -12,17 +12,16 @@ from cachetree.ids import ModelId, PageHash, Part
 from cachetree.tree import CacheTree, Lease
 
 _MAX_ROOM_S: Final = 1.0
-"""Largest number of seconds that a prefix waits for room, while readers use the memory that it
-needs."""
+"""Largest number of seconds that a read into memory waits for leases to end, if memory is full."""
 _LOOK_S: Final = 0.01
 
 LetGo = Callable[[], object]
-"""Function that releases pages that were read. Any thread may call it, and may call it several
-times."""
+"""Function that ends the leases of pages that were read from disk into memory. Any thread may call
+it, and may call it several times."""
 
 
 class Asker:
-    """A caller inside the disk tier, which neither waits for room nor leases pages."""
+    """Caller for the disk tier itself. It neither waits for free memory nor leases pages."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """`is_over` returns True once the pages are no longer wanted. Any thread may call it."""
@@ -36,7 +35,7 @@ class Asker:
         """End all leases."""
 
     def waits(self) -> bool:
-        """Wait a little for room. Return False if the time for waiting is over."""
+        """Wait a little for free memory. Return False if the time for waiting is over."""
         return False
 
 
@@ -44,7 +43,7 @@ NO_PEER: Final = Asker()
 
 
 class AskingPeer(Asker):
-    """Caller for a peer: leases keep the pages in memory until `deadline`."""
+    """Caller for a peer. It leases the pages in memory until `deadline` or `let_go`."""
 
     def __init__(
         self, tree: CacheTree, model: ModelId, deadline: Deadline, is_wanted: Callable[[], bool]

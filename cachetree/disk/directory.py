@@ -1,5 +1,5 @@
-"""The directory of one store: its family and format, and a lock so that only one process writes
-it."""
+"""The directory of one disk store: its family and format, and a lock so that only one process
+writes there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 MEND: Final = "mend that, or name another directory"
-"""Advice in messages about an operation that the system refused. It does not advise to delete
+"""Remedy in messages about an operation that the system refused. It does not advise to delete
 files, because they may be intact."""
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _ENTRY: Final = "entry-.+-[0-9a-f]{12,32}"
 
 
 class Directory:
-    """A directory that this process holds until `close`. Raises ConfigError if it may not write
+    """A directory that this process locks until `close`. Raises ConfigError if it may not write
     there."""
 
     def __init__(self, path: Path, family: Family | None) -> None:
@@ -142,9 +142,9 @@ def try_directory(path: Path) -> None:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Write a file within a `with` block. At the end of the block, the complete file gets its name.
 
-    If the block raises, the file is deleted. Until its end, the name ends in `TEMPORARY`. A power
-    cut may lose data that the kernel has not written back, and damage data written in part. Raises
-    OSError.
+    If the block raises, the file is deleted. Until the end of the block, the file's name ends in
+    `TEMPORARY`. A power cut may lose or damage a file that the kernel has not yet written to the
+    disk. Raises OSError.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     temporary.unlink(missing_ok=True)
@@ -160,8 +160,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def lock_file(path: Path) -> int:
-    """Open a file of this user, made if missing, that locks other processes out while it is open.
-    Raises BlockingIOError if another process has it, and OSError."""
+    """Open a file of this user; make the file if it is missing. While it is open, it is locked for
+    other processes. Raises BlockingIOError if another process has the lock, and OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     handle = os.open(path, flags, FILE_MODE)
     try:

@@ -5,8 +5,8 @@
     checksums  XXH3-64 of each page of each step, in the order of the payload
     payload    all steps of the entry, one after the other, each with all pages in order
 
-The record gives the place of each layer, counted from the file's end. Each page of a layer has a
-checksum, so any pages can be read alone.
+The record tells the place of each layer, counted from the file's end. Each page of a layer has a
+checksum, so a reader can verify it without the other pages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from cachetree.tree import Change
 Views = Callable[[Step, Span], Sequence[memoryview]]
 """Function like `Lease.views`: it returns pages of a step, in order, in runs of whole pages.
 
-It is called for every step, and once more before the file counts as complete. It raises if the
-bytes are no longer in memory; the written file is then removed.
+`write_record` calls it for every step, and once more at the end. It raises an error if the bytes
+are no longer in memory; the unfinished file is then deleted.
 """
 
 MAX_FILE_BYTES: Final = 64 << 20
@@ -46,7 +46,7 @@ _MAGIC: Final = b"ctree-e%d" % FORMAT
 _PREFIX: Final = struct.Struct("<8sQQ")
 _CHECKSUM_BYTES: Final = 8
 _MAX_HEAD_BYTES: Final = MAX_FILE_BYTES
-"""Largest number of bytes that a damaged file can make a reader allocate."""
+"""Largest size of prefix and header, so that a damaged file makes no reader allocate more."""
 
 Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=PAGE_HASH_BYTES)]
 
@@ -74,8 +74,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def key(self) -> str:
         """Name of the record's file. It is made from the first and the last page hash. A page hash
-        covers all pages before it, so both identify the pages. Pages that were published twice are
-        in one file."""
+        covers all pages before it, so these two identify all pages of the file. Pages that were
+        published twice are in one file."""
         body = f"{self.model} {self.part} ".encode() + self.pages[0] + self.pages[-1]
         return sha256(body).hexdigest()[:32]
 
@@ -85,7 +85,7 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def page_bytes_of(layout: Layout) -> int:
-    """Return the bytes that each page takes in a file, without the head."""
+    """Return the bytes that each page adds to a file: payload, checksums and page hash."""
     return layout.page_bytes + _CHECKSUM_BYTES * layout.num_steps + PAGE_HASH_BYTES + 2
 
 
@@ -112,7 +112,7 @@ def read_record(path: str, family: Family) -> tuple[Record, os.stat_result] | No
 def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
     """Read the record in `head`: the prefix and header of a file of `num_bytes`.
 
-    Returns None if the head is damaged, or does not fit the file's size or the family.
+    Returns None if `head` is damaged, or does not fit the file's size or the family.
     """
     if len(head) < _PREFIX.size or len(head) != _head_bytes(head, num_bytes):
         return None
@@ -150,7 +150,7 @@ def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memory
 
 
 def write_record(file: BinaryIO, record: Record, layout: Layout, views: Views, pages: Span) -> None:
-    """Write the entry of `record`. `pages` is the span of its pages in the views.
+    """Write the entry of `record` to `file`. `views` is called with `pages`, the entry's span.
 
     Raises OSError, and whatever `views` raises.
     """
@@ -176,7 +176,7 @@ def write_record(file: BinaryIO, record: Record, layout: Layout, views: Views, p
 
 
 def _pieces(views: Sequence[memoryview], page_bytes: int) -> Iterator[memoryview]:
-    """Cut the views, which consist of whole pages, into pieces of whole pages."""
+    """Cut the views into pieces. Views and pieces consist of whole pages."""
     size = max(1, _PIECE_BYTES // page_bytes) * page_bytes
     for view in views:
         for at in range(0, view.nbytes, size):
@@ -212,7 +212,8 @@ def _head_bytes(head: bytes, num_bytes: int) -> int:
 
 
 def _is_whole(record: Record, family: Family, rest_bytes: int) -> bool:
-    """Return whether the record is of this family, and its payload has this many bytes."""
+    """Return whether the record is valid and of this family, and its file has `rest_bytes` after
+    the header."""
     layout = Layout.of(family, len(record.pages), record.part)
     return (
         record.family == family.digest

@@ -1,6 +1,6 @@
 """All files on disk: which file continues which, and which was used last.
 
-The tree knows which page is in which file: a file is the source of the tree's entries.
+The index does not list pages. The tree's entries at `DISK` have the file of each page.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class DiskFile:
         self.key: Final = record.key
         self.num_bytes: Final = size_of(record, layout)
         self.above: Final = above
-        """File of the same part with the page before this file's first page. None if this file
-        begins at the root."""
+        """File of the same part that has the page before this file's first page. None if this file
+        begins a prompt."""
         self.kv: Final = kv
         """File with the KV of the last page, if this file has E. E is deleted with its KV."""
         self.on: Final[set[DiskFile]] = set()
@@ -56,8 +56,8 @@ class DiskFile:
 
 
 class DiskFiles:
-    """All files, from the least to the most recently used. Thread-safe. The methods neither read
-    nor write a file."""
+    """All files, from the least to the most recently used. Thread-safe. No method reads or writes
+    files."""
 
     def __init__(self) -> None:
         self.num_pages = 0
@@ -102,7 +102,7 @@ class DiskFiles:
             return self._taken(file)
 
     def take_coldest(self) -> list[DiskFile]:
-        """Remove the least recently used file. If it has KV, also remove the files with E of its
+        """Remove the least recently used file. If it has KV, first remove the files with E of its
         pages."""
         with self._lock:
             coldest = next(iter(self._order), None)

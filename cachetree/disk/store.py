@@ -25,7 +25,7 @@ from cachetree.tree import CacheTree, Change
 log = logging.getLogger(__name__)
 
 _FILES_PER_BUDGET: Final = 8
-"""Least number of files in a full budget, so that one eviction removes only a small share."""
+"""Least number of files that fill the budget, so that one eviction frees only a small share."""
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
 
 
@@ -60,17 +60,17 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     """True if a read hangs; no other read starts until it returns."""
     is_warm: bool = False
-    """True once the most recently used entries fill the free memory."""
+    """True once the most recently used entries were read into free memory, after the start."""
 
 
 class DiskStore:
     """Entries on disk. They stay until they are evicted or turn out damaged.
 
-    The tree lists them at `DISK`, and knows which file has which page. Thread-safe: reads run
-    beside each other and beside one write. Writes wait for each other, block on the disk, and evict
-    if they need room. All files together, with the running write, never exceed the budget. Opening
-    reads every file's header, not its payload. Eviction deletes the least recently used file that
-    no other file depends on. A read that has opened its file still gets the right bytes.
+    The tree lists them at `DISK`, with the file of each page. Thread-safe: several reads and one
+    write can run at the same time. Writes wait for each other, block on the disk, and evict if they
+    need room. All files together, with the running write, never exceed the budget. Opening reads
+    every file's header, not its payload. Eviction deletes the least recently used file that no
+    other file depends on. A read that has opened its file still gets the right bytes.
     """
 
     def __init__(self, tree: CacheTree, path: Path, budget_bytes: int) -> None:
@@ -110,9 +110,9 @@ class DiskStore:
     def find(
         self, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[DiskFile, Span]]:
-        """Return the files with some of the leading `pages`, and the span of these in each file.
+        """Return files with some of the leading `pages`, and the span of these pages in each file.
 
-        `pages` may start inside a prompt. Counts as a use, also of files that these depend on.
+        `pages` may start inside a prompt. Counts as a use of these files and all they depend on.
         """
         sources = [(file, file.pages_at(at)) for file, at in self._sources(model, pages, part)]
         if sources:
@@ -176,7 +176,7 @@ class DiskStore:
         return start == num_pages
 
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
-        """Delete all prompts that begin with `pages`, of `model` or all models. Return their bytes.
+        """Delete all prompts that begin with `pages`, of `model` or all models. Return freed bytes.
 
         Pages that another prompt shares stay. Empty `pages`: delete everything.
         """
@@ -242,8 +242,8 @@ class DiskStore:
         return None
 
     def _file_of(self, change: Change) -> DiskFile | None:
-        """Make a file object for these pages, and count it as used now. None if a file that they
-        depend on is missing."""
+        """Make a `DiskFile` for these pages, and count the files that it depends on as used now.
+        None if such a file is missing."""
         above = kv = None
         num_before = 0
         if change.parent is not None:
@@ -321,8 +321,8 @@ class DiskStore:
         return False
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict until `num_bytes` fit, and count them as used. Raises OSError if they cannot
-        fit."""
+        """Evict until `num_bytes` fit, and add them to the used bytes. Raises OSError if they
+        cannot fit."""
         if num_bytes > self._budget_bytes:
             raise OSError(f"an entry of {num_bytes:,} bytes is more than the disk's budget")
         while True:

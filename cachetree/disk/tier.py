@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CLOSE_S: Final = 5.0
 _MAX_STOP_S: Final = 5.0
-"""Seconds after which a write, or a move of an entry, counts as hanging."""
+"""Seconds after which a write, or a copy of an entry from disk to memory, counts as hanging."""
 _MAX_PROMOTIONS: Final = 64
 
 
@@ -46,10 +46,10 @@ class DiskTier:
     """Write every entry that is added to `tree` to disk, and list the entries on disk in the tree.
 
     Entries are written when they are added, not when they are evicted, for three reasons. Eviction
-    takes the last pages of a prompt first; these alone would never match after a restart. An entry
-    on its way to the disk would be in no budget. And a process that is killed loses only unwritten
-    entries. In the long run, writing at eviction would write as many bytes. An entry evicted before
-    its turn is not written.
+    takes the last pages of a prompt first; without the pages before them they would never match
+    after a restart. An evicted entry that waits for its write would be in no budget. A process that
+    is killed loses only unwritten entries. In the long run, both ways write as many bytes. An entry
+    that is evicted before its turn is not written.
 
     In the tree the entries are at location `DISK`. After opening, a thread fills the tree's free
     memory with the most recently used entries, so that peers find them again, too.
@@ -77,7 +77,7 @@ class DiskTier:
             self._promotions = _threads("cachetree-disk-promote", 1, undo)
             """Queue of one thread: memory may lack room for two prompts' entries at a time."""
             self._orders = _threads("cachetree-disk-evict", 2, undo)
-            """Queue of two threads, because one may hang in the deletion of a file."""
+            """Queue of two threads that evict for operators: one may hang in a file's deletion."""
             self._behind = WriteBehind(
                 tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
             )
@@ -103,7 +103,7 @@ class DiskTier:
 
     @property
     def num_free_promotions(self) -> int:
-        """Number of further calls of `promote` that the queue has room for. Thread-safe."""
+        """Number of further calls of `promote` that fit into the queue. Thread-safe."""
         return _MAX_PROMOTIONS - self._promotions.num_waiting
 
     def promote(
@@ -116,12 +116,13 @@ class DiskTier:
         done: Callable[[LetGo], object],
     ) -> None:
         """Read these parts of `page` and of all earlier pages into memory, for a peer. A thread
-        reads, then calls `done`; if too many calls wait, or the disk hangs, at once.
+        reads, then calls `done`. If too many calls wait or the disk hangs, `done` is called at
+        once.
 
-        A page may still be missing in memory then: the disk could not read it, there was no room,
-        or it was late. The pages in memory stay until `deadline`, or until the caller calls the
-        function that `done` gets. The thread waits a little for room while `is_wanted` returns True
-        (any thread may call it).
+        A page may then still be missing: the disk could not read it, memory had no room, or the
+        deadline has passed. The pages in memory are leased until `deadline`, or until the caller
+        calls the function that `done` gets. If memory is full, the thread waits a little while
+        `is_wanted` returns True (any thread may call it).
         """
         asker = AskingPeer(self._tree, model, deadline, is_wanted)
         read = partial(self._promote_and_keep, model, page, sorted(parts), asker, done)
@@ -129,8 +130,8 @@ class DiskTier:
             done(lambda: None)
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """Note on disk that these pages were used. They were read from memory, so the disk did not
-        see the use."""
+        """Note in the index of files that these pages were used. They were read from memory, so the
+        disk tier did not see the use."""
         if self._reads.num_waiting < MAX_WAITING:
             for part in parts:
                 self._reads.put(partial(self._store.find, model, pages, part))
@@ -218,7 +219,7 @@ class DiskTier:
                 return
 
     def _promote_file(self, file: DiskFile, asker: Asker = NO_PEER) -> bool:
-        """Read a file's pages into memory. Their parent page must be in memory already. Return
+        """Read a file's pages into memory. The page before them must be in memory already. Return
         False if that fails."""
         with self._behind.moves:
             is_here = self._bring(file, asker)
@@ -299,8 +300,8 @@ class DiskTier:
             done(asker.let_go)
 
     def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
-        """Return how many bytes of these files are missing in memory. `asker` leases their pages
-        that are in memory."""
+        """Return how many bytes of these files are not in memory. `asker` leases their pages that
+        are."""
         num_bytes = 0
         for file in line:
             record = file.record
@@ -316,8 +317,8 @@ class DiskTier:
         return num_bytes
 
     def _has_room_for(self, num_bytes: int, asker: Asker) -> bool:
-        """Return whether `num_bytes` fit beside all bytes that cannot be evicted. A prompt that
-        does not fit would evict other pages in vain."""
+        """Return whether `num_bytes` fit into memory beside all bytes that cannot be evicted. If
+        they did not, reading them would only evict other pages."""
         tree = self._tree
         while num_bytes + tree.held_bytes > tree.host_bytes:
             is_futile = num_bytes + tree.num_pinned_bytes > tree.host_bytes
@@ -331,8 +332,8 @@ class DiskTier:
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
         """Evict from memory first, without waiting for the disk. Then evict from both, while no
-        entry moves between them. A moving entry would be leased in one place, and come back in the
-        other."""
+        entry is copied between them. An entry that is being copied is leased in one place, and
+        would come back in the other."""
         num_bytes = num_disk_bytes = 0
         try:
             num_bytes = self._tree.evict(model, pages)

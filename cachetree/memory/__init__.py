@@ -1,7 +1,7 @@
 """Host memory for pages and for fetched layers.
 
-Arena    all host memory, made at start and known to the device; a `Pool`, which lends runs of bytes
-Loan     lent bytes of a pool: parts, each in one run or a few
+Arena    a `Pool`: host memory, allocated at the start and registered with the device
+Loan     memory that a pool has lent to a slab or a staging, in one run or several
 Slab     the loan of one reservation: all layers of its pages, given back page by page
 Staging  the loan of one fetch, which fills it step by step
 """

@@ -3,11 +3,10 @@
     [0, 1 page)     a random nonce, by which another process of the host recognises the file
     [1 page, ..)    loans and free runs
 
-The file is as long as its budget, so nothing is allocated later. A loan is in one run if one is
-long enough, otherwise in as few as possible. So a loan fits if enough bytes are free. Small blocks
-go where no large block fits, so that large blocks find holes, too.
-
-Seals prevent any process from changing the file's size.
+The file is as long as its budget, so nothing is allocated later. Seals prevent any process from
+changing its size. A loan takes one run if a free run is long enough, otherwise several. Small
+blocks (see `Blocks`) first fill free runs that are too short for a large block, so that large
+blocks find room, too.
 
 Readers in other processes of the host map the file and copy from it, which takes three quarters of
 the time of `pread`. A reader that reads after its lease has ended may get newer bytes; their
@@ -57,8 +56,8 @@ def unregistered(memory: memoryview) -> Callable[[], None]:
 
 
 class Arena:
-    """Host memory of `num_bytes` that is allocated at once and lent in parts. Thread-safe; nothing
-    blocks.
+    """Host memory of `num_bytes` that is allocated at once, and lent piece by piece. Thread-safe;
+    nothing blocks.
 
     The system provides each memory page when it is first lent, or all pages if `register` touches
     them. Raises ConfigError if the system has not enough memory, or if `register` raises it.
@@ -95,7 +94,7 @@ class Arena:
             return self._num_bytes - _num_bytes(self._free)
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
-        """Lend bytes for each part. Bytes that were given back, but are still viewed, cannot be
+        """Lend memory for each of `parts`. Memory that was given back, but still has a view, is not
         lent."""
         with self._lock:
             self._collect()
@@ -125,7 +124,7 @@ class Arena:
                 end()
 
     def _collect(self) -> None:
-        """Make returned bytes free again. Called with the lock held."""
+        """Make bytes free that were given back and have no view. Called with the lock held."""
         returned: list[Run] = []
         while self._returned:
             returned += [(it.start, it.stop) for it in self._returned.popleft()[0]]
@@ -158,9 +157,9 @@ class ArenaReader:
             os.close(fd)
 
     def copy_in_pieces(self, into: memoryview, places: Sequence[Span]) -> Iterator[memoryview]:
-        """Fill `into` from the places in order, and yield its parts as they are filled.
+        """Copy spans of the file into `into`, in order. Yield each piece of `into` once filled.
 
-        Raises OSError if the file has no such places.
+        Raises OSError if the file is shorter than a span.
         """
         memory = self._memory
         at = 0
@@ -201,8 +200,8 @@ def _num_bytes(runs: Sequence[Run]) -> int:
 
 
 def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[Span]], list[Run]]:
-    """Return runs for each part, and the runs that stay free. All parts come from the shortest free
-    run that fits them, or else from the longest runs. Raises NoRoom, or Torn."""
+    """Return the runs for each part, and the runs that stay free. Take the shortest free run that
+    all parts fit into, or else the longest runs. Raises NoRoom, or Torn."""
     num_bytes = sum(part.num * part.size for part in parts)
     if num_bytes > _num_bytes(free):
         raise NoRoom(f"{num_bytes} bytes do not fit; {_num_bytes(free)} are free")
@@ -233,8 +232,8 @@ def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[S
 
 
 def mapped(fd: int, num_bytes: int, access: int) -> Block:
-    """Map the whole file into memory. The mapping lasts as long as anything refers to the result.
-    Unlike `mmap.mmap`, this keeps no second descriptor of the file."""
+    """Map the whole file into memory, as long as anything refers to the result. Unlike `mmap.mmap`,
+    this keeps no second descriptor of the file."""
     start = libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
     if start == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"{num_bytes} bytes of address space cannot be mapped")

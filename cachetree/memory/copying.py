@@ -1,4 +1,4 @@
-"""Copying of bytes in pieces, with checksums of the bytes that leave memory."""
+"""Copies and checksums of bytes, in pieces that fit into a core's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 from cachetree.ids import Span, parts_of
 
 PIECE_BYTES: Final = 256 << 10
-"""Number of bytes that are copied and then checked at a time: far less than a core's cache has."""
+"""Number of bytes of one copy and its checksum: far less than a core's cache has."""
 
 
 def copy(into: memoryview, payload: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Interface of pools that lend host memory, and slabs: the memory of one reservation of a tree,
+"""Interface of pools that lend host memory, and `Slab`: the memory of one reservation of a tree,
 which is given back page by page."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NO_MEMORY: Final = memoryview(b"")
 
 
 class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Address of an arena. Another process of the same host needs nothing else to read it."""
+    """Address of an arena: all that another process of the same host needs to read it."""
 
     pid: int
     fd: int
@@ -39,15 +39,15 @@ class Torn(NoRoom):
 
 
 class Blocks(NamedTuple):
-    """One part of a loan: `num` blocks of `size` bytes. Each block is in one run."""
+    """One part of a demand for memory: `num` blocks of `size` bytes. Each block is contiguous."""
 
     num: int
     size: int
 
 
 class Loan:
-    """Bytes that a pool has lent. As long as a view of them exists, the pool does not lend them
-    again."""
+    """Memory that a pool has lent. The pool does not lend it again as long as a view of it
+    exists."""
 
     __slots__ = ("memory", "runs")
 
@@ -57,10 +57,10 @@ class Loan:
         self.memory = memory
         """View of the pool's whole memory."""
         self.runs: Final = runs
-        """Runs of memory of each part, usually one."""
+        """Runs of `memory` for each part of the demand, usually one run."""
 
     def places(self, part: int, span: Span) -> list[Span]:
-        """Return the spans of `memory` with these bytes of a part."""
+        """Return the spans of `memory` that have the bytes `span` of a part of the demand."""
         runs = self.runs[part]
         return [
             Span(runs[number].start + it.start, runs[number].start + it.stop)
@@ -69,15 +69,15 @@ class Loan:
 
 
 class Pool(Protocol):
-    """Memory that slabs are taken from. Thread-safe."""
+    """Memory that lends bytes to slabs and stagings. Thread-safe."""
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
         """Lend writable bytes for each of `parts`. Raises NoRoom if too few bytes are free, and
         Torn if the free memory is fragmented."""
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
-        """Return these bytes of the loan. They are lent again once no view of the loan taken before
-        exists."""
+        """Take back these spans of a loan. They are lent again once no view exists that was taken
+        of the loan before this call."""
 
     def close(self) -> None:
         """Stop lending. Lent bytes stay as long as they are viewed. Idempotent."""
@@ -118,7 +118,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> list[Blocks]:
-        """Return a block for each page of each step."""
+        """The memory that the entry needs: for each step, a block for each page."""
         return [Blocks(self.num_pages, self.step_bytes)] * self.num_steps
 
 
@@ -137,8 +137,8 @@ def _page_bytes(family: Family) -> tuple[int, int]:
 class Slab:
     """The memory of one reservation, which is given back page by page.
 
-    Viewed bytes are not lent again. So a reader that still has a view of dropped pages continues to
-    read the same bytes.
+    The pool does not lend bytes that still have a view. So a reader with a view of dropped pages
+    continues to read the same bytes.
     """
 
     __slots__ = ("_checksums", "_loan", "_pool", "layout", "num_bytes")
@@ -152,14 +152,14 @@ class Slab:
         self._loan = Loan()
 
     def fill(self) -> None:
-        """Take the memory from the pool. It may block, so do not hold the tree's lock. Raises
-        NoRoom, or Torn."""
+        """Take the memory from the pool. May block, so do not hold the tree's lock. Raises NoRoom,
+        or Torn."""
         self._loan = self._pool.take(self.layout.blocks)
 
     @property
     def checksums(self) -> dict[tuple[int, int], int]:
-        """Checksums of parts that were sent, by address and size. They stay valid: complete pages
-        do not change."""
+        """Checksums of runs of bytes that were sent to peers, by address and size. They stay valid,
+        because complete pages do not change."""
         if self._checksums is None:
             self._checksums = {}
         return self._checksums

@@ -26,7 +26,7 @@ class Staging:
 
     One writer (a transport thread) calls `write` and `fail`; any number of readers call `wait` and
     `views`. Every wait ends: a step lands, the fetch fails, or the deadline passes. The memory is
-    given back by `release`, by leaving the context, or by garbage collection, once no view of it
+    given back after `release`, the end of a `with` block, or garbage collection, once no view of it
     exists.
     """
 
@@ -48,8 +48,8 @@ class Staging:
             views = {step: [np.empty(size, np.uint8).data] for step, size in sizes.items()}
         self._views = views
         self._across: tuple[Sequence[memoryview], memoryview] | None = None
-        """Buffer for bytes that cross from one run of memory into another. The tuple has their
-        places in memory, and the buffer that the writer fills instead."""
+        """Views of several runs, and a buffer that the writer fills instead of them. `land` copies
+        the buffer into the views. None while the writer fills memory that is one run."""
         self._note_end: NoteEnd | None = note_end
         self._missing = dict(sizes)
         self._changed = threading.Condition()
@@ -74,7 +74,7 @@ class Staging:
         self.land(step, payload.nbytes)
 
     def room(self, step: Step, offset: int, size: int) -> memoryview:
-        """Return memory of a step. The writer fills it, and then reports the bytes by `land`.
+        """Return memory for bytes of a step. The writer fills it, then calls `land`.
 
         Raises ValueError if the bytes would not fit, and Cancelled after `cancel` or `release`.
         """
@@ -114,7 +114,7 @@ class Staging:
 
     def check(self) -> None:
         """Raise a copy of the error that ended the fetch early, if any. The original error would
-        keep the other thread's frames alive, and the views of memory in them."""
+        keep the frames of the writer's thread alive, with their views of memory."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
@@ -178,8 +178,8 @@ def staged(
     deadline: Deadline,
     note_end: NoteEnd = lambda staging: None,
 ) -> Staging:
-    """Return a staging in a pool's memory, which goes back to the pool at its end. Raises
-    NoRoom."""
+    """Return a staging in memory of a pool. The memory goes back to the pool when the staging is
+    released or deleted. Raises NoRoom."""
     loan = pool.take(list(parts.values()))
     views = {
         step: [loan.memory[run.start : run.stop] for run in runs]
