@@ -110,8 +110,8 @@ def few_shot(problems: Sequence[tuple[str, MathProblem]]) -> list[tuple[str, Rec
     """Turn GSM8K into contexts and questions. The first problems become the worked examples of
     contexts. All other problems become questions.
 
-    Contexts are split and resampled, so there should be many. Each context gets at least
-    `QUESTIONS_PER_CONTEXT` of the questions.
+    There are as many contexts as possible, because statistics are over contexts. Each context gets
+    at least `QUESTIONS_PER_CONTEXT` of the questions.
     """
     num_problems, num_examples = len(problems), EXAMPLES_PER_CONTEXT
     num_contexts = max(1, num_problems // (num_examples + QUESTIONS_PER_CONTEXT))
@@ -200,8 +200,8 @@ def _lines(
 
 
 def _files_in(folder: Path, options: TaskOptions) -> list[Path]:
-    """Find the files of known data sets in a folder. If the user sets template and metric, find all
-    JSONL files."""
+    """Find the files of known data sets in a folder. If the user states template and metric, find
+    all JSONL files."""
     if options.template is not None and options.metric is not None:
         paths = sorted(folder.glob("*.jsonl"))
         expected = "*.jsonl"

@@ -106,11 +106,11 @@ def make_documents(
 def split_documents(
     documents: Sequence[Document], *, held_out_share: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Split documents into a part to choose on and a part to judge on, both in the stated order.
+    """Split documents into those that choose plans and those that judge plans. Order is kept.
 
-    No context is in both parts, and every task has the same share of its contexts in each. If
-    several tasks have a context, the smallest task decides first. Equal arguments give equal
-    splits. Raises ConfigError if one part would be empty.
+    No context is in both halves. `held_out_share` of each task's contexts judge. Tasks may have
+    contexts in common, so the smallest task draws first. Equal arguments give equal splits. Raises
+    ConfigError if no context could judge.
     """
     tasks = by_task(documents)
     is_held_out: dict[str, bool] = {}
@@ -134,9 +134,9 @@ def split_documents(
 
 
 def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
-    """Sort documents in a random order that depends on the seed. So callers that take the first
-    documents of a sorted file do not take the shortest. If documents are added or removed, the
-    order of all others stays."""
+    """Return documents in a random order that depends on the seed: if a file is sorted by length,
+    its first documents are all short. If documents are added or removed, the order of the others
+    stays."""
 
     def drawn(document: Document) -> bytes:
         return hashlib.sha256(f"{seed} {document.context}".encode()).digest()
@@ -198,8 +198,8 @@ class Encoder:
             ) from exc
 
     def shared(self, sourced: SourcedRecord) -> tuple[str, str]:
-        """Return the start of a prompt up to its context, and up to the context's end. In a chat
-        both have no white space at their ends: a template may strip it."""
+        """Return two starts of a prompt: up to its context, and up to the context's end. In a chat
+        white space at their ends is left out, because a template may strip it."""
         task, context = sourced.task, sourced.record.context
         if not self.chat:
             return task.opening, task.shared(context)

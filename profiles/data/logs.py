@@ -7,7 +7,7 @@ share.
 
 Prompts that begin alike are one context. They are split further if most of them share clearly more
 with another prompt than all of them share. So a system prompt before hundreds of documents is no
-context. A few equal tokens at the start of two questions do not split one.
+context. A few equal tokens at the start of two questions do not split a context.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ BASE: Final = "base"
 """Name of the model in log lines that name none. It is the base of a server's adapters."""
 _RECEIVED: Final = "request.received"
 _CUT: Final = 2048
-"""Characters or tokens of a prompt above which SGLang, at log level 2, logs only its two ends."""
+"""Characters or tokens of the longest prompt that SGLang logs in full at log level 2."""
 _REMEDY: Final = "serve with --log-requests-level 3 --log-requests-format json"
 _AS_TEXT: Final = "is logged in SGLang's text format"
 _NO_TEXT: Final = "has no text at this --log-requests-level"
 _IS_CUT: Final = "is cut in the middle at this --log-requests-level"
 _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
-"""Fields of a request, apart from its messages, that change the prompt."""
+"""Fields that change a chat's prompt beside its messages. A request that has one is not used."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
-"""Prompts of one context may also share tokens behind the context: up to its length divided by this
-number, or up to a page if that is longer."""
+"""Two prompts of a context may share a few tokens behind it: a page, or the context's length over
+this number if that is more. At least half of the prompts must share no more."""
 
 
 class _Unusable(Exception):

@@ -118,15 +118,13 @@ def f1(prediction: str, answer: str) -> float:
 def rouge_l(prediction: str, answer: str) -> float:
     """F1 of the union longest common subsequence over sentences, words counted once (Lin, 2004).
 
-    The definition is the `rouge` package's. Sentences end at every full stop. The words that a
-    sentence of the answer has in common with the prediction's sentences form a set. Precision and
-    recall are over the sets of words.
+    The definition is the `rouge` package's. Sentences end at every full stop. Each sentence of one
+    text is paired with each of the other. The words of their longest common subsequences form a
+    set. Precision and recall divide its size by the numbers of different words in both texts.
 
-    There are three differences to the package. If a word is repeated within a sentence of the
-    answer, there can be several longest subsequences. Then rapidfuzz and `rouge` may choose
-    different subsequences; without repetition the numbers are equal. `rouge` adds 1e-8 to a
-    denominator. Its recursion fails at sentences of about a thousand words, for which LongBench
-    counts 0.
+    Three things differ from the package. It adds 1e-8 to a denominator. It fails at sentences of
+    about a thousand words, for which LongBench counts 0. If a sentence of the answer repeats a
+    word, several subsequences may be longest, and the package may choose another one.
     """
     predicted, expected = _sentences(prediction), _sentences(answer)
     if not predicted or not expected:
@@ -141,8 +139,8 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def edit_similarity(prediction: str, answer: str) -> float:
-    """Twice the length of the longest common subsequence of characters, over both lengths together,
-    rounded to whole percent.
+    """Twice the length of the longest common subsequence of characters, divided by the sum of both
+    lengths, rounded to whole percent.
 
     The value is that of `fuzz.ratio` in thefuzz. LongBench's fuzzywuzzy has the same value if
     python-Levenshtein is installed, too. Without it, fuzzywuzzy takes difflib's matching blocks,
@@ -183,8 +181,8 @@ def retrieval(prediction: str, answer: str) -> float:
 def json_values(prediction: str, answer: str) -> float:
     """Share of keys with equal values, among all keys of the two objects.
 
-    Keys without values score nothing, because questions often name them. The first brace of a text
-    begins its object; the text around the object is ignored. A text without an object scores 0.
+    A right key with a wrong value scores nothing, because questions often name the keys. The first
+    brace of a text begins its object; other text is ignored. A text without an object scores 0.
     """
     predicted, expected = _object_in(prediction), _object_in(answer)
     keys = predicted.keys() | expected.keys()
@@ -195,9 +193,8 @@ def json_values(prediction: str, answer: str) -> float:
 def same(prediction: str, answer: str) -> float:
     """Return 1 if two answers of one model have the same text apart from white space, else 0.
 
-    Case, articles and punctuation count: one model has one style, and "1.5" is not "15". Partial
-    agreement counts nothing: a long answer with one wrong number has nearly all words of the right
-    answer.
+    Case, articles and punctuation count: one model has one style, and "1.5" is not "15". An answer
+    that is partly the same scores 0, because a long answer may differ by one wrong number.
     """
     return float(prediction.split() == answer.split())
 

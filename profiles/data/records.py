@@ -31,7 +31,7 @@ _FOREIGN: Final = (
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line: a question about a context. `length` counts the context's words.
 
-    `dataset` chooses the task (`profiles.data.tasks`), unless the user does.
+    `dataset` chooses the task (`profiles.data.tasks`); the user's options may change the task.
     """
 
     input: str

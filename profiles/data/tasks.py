@@ -22,8 +22,8 @@ from profiles.data.metrics import Metric, quality
 DEFAULT_MAX_NEW: Final = 64
 """Length of an answer in tokens, for a data set without a task of its own."""
 NEVER_CHAT: Final = frozenset({"trec", "triviaqa", "samsum", "lcc", "repobench-p"})
-"""Data sets that LongBench's `pred.py` never puts into a chat template: few-shot examples and
-code."""
+"""Data sets of few-shot examples and code. LongBench's `pred.py` never puts them into a chat
+template."""
 
 _CODE_MARKS: Final = ("`", "#", "//")
 

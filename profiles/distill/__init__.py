@@ -1,13 +1,15 @@
-"""Make an adapter that shares exactly, from a teacher or from answers: `droidspeak distill`.
+"""Train an adapter that reads its base's KV without loss: `droidspeak distill`.
 
-An activated LoRA (aLoRA) acts only behind its invocation. The text before the invocation is read by
-the base, so the base's KV of the whole document is reused unchanged.
+An activated LoRA (aLoRA) acts only from its invocation on, a known run of tokens behind the
+document. The base reads the document, so a server reuses the base's KV unchanged. The adapter
+learns from a teacher's answers, or from right answers in the data.
 
     settings  goal and recipe of a distillation
     prompts   data ─► questions about documents, each cut at its invocation
-    forward   a document's KV, frozen, and many questions behind it as one tree
+    forward   many questions behind a document's frozen KV, in one forward
     student   the adapter: its first weights, its state on disk, its export
     training  the teacher's answers, and the steps
-    judge     the student beside its teacher on held-out contexts, and the gate
+    judge     compares the student with its teacher on held-out contexts
+    distiller runs all of these; `evidence` has what it writes beside the adapter
     cli       the command
 """

@@ -1,4 +1,4 @@
-"""Distil an adapter that shares exactly, from a base, prompts, and a teacher or answers.
+"""Run `droidspeak distill`: train an adapter that reads its base's KV without loss, and judge it.
 
 prompts ─► train ─► the teacher's answers ─► steps ─► adapter
            held out ─► the adapter beside its teacher ─► gate ─► verdict and report
@@ -69,8 +69,7 @@ PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
 _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
 """Settings that change the trained adapter, in addition to models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
-"""Divisors of the number of training steps. The first held-out contexts are scored before the first
-step, and after the number of steps divided by each of these."""
+"""The learning curve has a point at step 0, and at the number of steps divided by each of these."""
 _LEARNED: Final[Mapping[str | None, str]] = {
     None: "the teacher's answers",
     "only": "the data's answers",
@@ -229,7 +228,7 @@ class Distiller:
         return read_answers(self._asked(place)[1])
 
     def _train(self, trainer: Trainer, steps: Sequence[Step], show: Callable[[int], None]) -> None:
-        """Take the remaining training steps. The time of the first one predicts the others."""
+        """Take the remaining training steps. The first step's time predicts that of the others."""
         sizes = [_size_of(self.prompts.train[it.place], it) for it in steps]
         first = trainer.num_done
         show(first)
@@ -320,7 +319,7 @@ def load_lessons(
 
 
 def _size_of(lesson: Lesson, step: Step) -> int:
-    """Cost of a step in tokens. A document's token, without gradient, counts an eighth."""
+    """Cost of a step in tokens. A token of the document has no gradient, and counts an eighth."""
     questions = lesson.document.questions
     asked = sum(len(questions[it].suffix) + len(questions[it].draft) for it in step.questions)
     return asked + len(lesson.document.prefix) // 8

@@ -29,16 +29,15 @@ from profiles.data.documents import Tokens
 from profiles.distill.prompts import Lesson
 
 ATTENTION: Final = "droidspeak_frozen"
-"""Name of the attention on a CPU. It takes half the time of SDPA, which also computes gradients of
-the document's KV."""
+"""Name of `_attend` in transformers, used on CPUs. It takes half the time of SDPA, which computes
+gradients of the document's KV, too."""
 _DOCUMENT: Final = -1
-"""Owner of a document's tokens, in place of the index of a question. Every question sees these
-tokens."""
+"""Marks tokens of the document, which every question sees. A question's tokens have its index."""
 
 
 LIKELIEST: Final = 128
-"""Number of likeliest next tokens that are stored for a distribution. All other tokens count as one
-token."""
+"""Number of likeliest next tokens that are stored for a distribution. All other tokens together
+count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ def said_of(logits: Tensor, answers: Sequence[Tokens]) -> list[Said]:
 
 
 class Branches:
-    """KV of a document, and of tokens that continue it in several branches."""
+    """KV of a document, and of several branches behind it: one for each question."""
 
     def __init__(self, model: PreTrainedModel, kv: Sequence[KV], num_branches: int) -> None:
         self._model, self._cache = model, DynamicCache()
@@ -119,7 +118,7 @@ class Branches:
 
 
 class KeptKV:
-    """Stores documents' KV in a folder of bounded size. Further KV is computed again."""
+    """Stores documents' KV in a folder of bounded size. KV without room is computed each time."""
 
     def __init__(self, folder: Path, max_bytes: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +236,7 @@ def check_forward(model: PreTrainedModel, ids: Tokens) -> None:
 def write_tensors(
     tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a file at once: readers see the whole file, or none."""
+    """Write a file that readers see only once it is complete."""
     part = file.with_suffix(".part")
     save_file({name: it.contiguous().cpu() for name, it in tensors.items()}, part, metadata)
     part.rename(file)

@@ -3,7 +3,7 @@
     teacher   reads the whole prompt itself
     student   reads the base's KV up to the invocation, as a server that reuses does
 
-The data's answers judge an answer. If a question has none, the teacher's answer judges it.
+An answer is compared with the data's answers, or with the teacher's if the question has none.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Prompts, each cut at its invocation.
+"""Load prompts for a distillation, and cut each at its invocation, from which on the adapter acts.
 
     document                        the same for all questions about it   ┐ the base's KV,
     question up to the invocation   none if the invocation precedes it    ┘ without gradient
     invocation, rest of the prompt  the adapter acts
 
 A server and PEFT look for the invocation's tokens in the whole prompt, and take the last match. So
-the last match must be at the template's place in every prompt, in text and in tokens. Any other
-prompt is refused with its line.
+in every prompt the last match must be where the template has the invocation, in text and in tokens.
+Any other prompt is refused, with its line in the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUESTION: Final = "question"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """A document and its questions. Each question knows where its invocation begins."""
+    """A document and its questions, with the beginning of each question's invocation."""
 
     document: Document
     num_invoked: tuple[int, ...]
@@ -78,8 +78,8 @@ def lessons_of(
     invocation: Invocation,
     max_prompt_tokens: int,
 ) -> list[Lesson]:
-    """Make a lesson for every context: its questions, with the place from which the adapter acts.
-    Raises RecordError for a prompt in which a server might find another place."""
+    """Make a lesson for every context: its questions, with the token from which the adapter acts.
+    Raises RecordError for a prompt in which a server might find another token."""
     records = {it.name: it for source in sources for it in source.records}
     documents = make_documents(sources, tokenizer, page_size=1, max_prompt_tokens=max_prompt_tokens)
     lessons = []
@@ -150,7 +150,7 @@ def ending_in_space(sources: Iterable[Source]) -> list[str]:
 
 
 def last_match(ids: Sequence[int], of: Sequence[int]) -> int:
-    """Return the place of the last match of `of` in `ids`; -1 if there is none."""
+    """Return the index at which the last match of `of` in `ids` begins; -1 without a match."""
     wanted = list(of)
     for start in range(len(ids) - len(wanted), -1, -1):
         if ids[start] == wanted[0] and list(ids[start : start + len(wanted)]) == wanted:
@@ -166,8 +166,8 @@ def _is_text(decoded: str, text: str) -> bool:
 def _invoked(
     sourced: SourcedRecord, encode: Encoder, invocation: Invocation, around: tuple[str, str]
 ) -> str:
-    """Return a prompt's text from its invocation on. Raises RecordError if the last match of the
-    invocation is not at the template's place."""
+    """Return a prompt's text from its invocation on. Raises RecordError if the invocation's last
+    match is not where the template has it."""
     prompt = encode.text(sourced.task.prompt(sourced.record.context, sourced.record.input))
     between, behind = around
     start = len(prompt) - len(behind)

@@ -38,9 +38,9 @@ def make_student(
 ) -> PeftModel:
     """Make a LoRA on all linear matrices of the base's layers. Its alpha is its rank.
 
-    The student starts as the base, or as its teacher if that is a LoRA. Then A' = [√s A; random]
-    and B' = [√s B, 0], with s = alpha / r of the teacher. Raises ConfigError if the teacher's rank
-    is above `rank`.
+    The student starts as the base, or as a teacher that is a LoRA. With s = alpha / r of the
+    teacher, A' = [√s A; random] and B' = [√s B, 0]. Raises ConfigError if the teacher's rank is
+    above `rank`.
     """
     from peft import LoraConfig, get_peft_model
 

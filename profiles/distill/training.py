@@ -5,7 +5,7 @@
     step      one document, some of its questions ─► loss at the answers' tokens ─► the adapter
 
 The same command continues after a stop, from the teacher's stored answers and the last saved step.
-The seed and a step's number alone decide the step.
+Only the seed and a step's number decide its document and questions.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Trainer:
         self._saved_s = time.monotonic()
 
     def step(self, lesson: Lesson, questions: Sequence[int], targets: Sequence[Said]) -> float:
-        """Learn some questions of a lesson, and return the loss. `targets` has the answers to learn
-        for all of its questions."""
+        """Learn some questions of a lesson, and return the loss. `targets` has the answers to all
+        questions of the lesson."""
         chosen = [targets[it] for it in questions]
         logits = self._reader.along(lesson, questions, [it.tokens for it in chosen])
         loss = loss_of(logits, chosen, from_labels=self._recipe.from_labels)
