@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Heavy imports (torch, transformers, matplotlib) wait until a command runs.
 
 FAILED_GATE: Final = 3
-"""Exit status if the command worked, and the verdict is that the pair may not be reused."""
+"""Exit status if the command worked, and the pair did not pass the gate."""
 UNDECIDED: Final = 4
 """Exit status if the command worked, and there are too few data to show that a verdict holds."""
 
@@ -39,7 +39,7 @@ _VERDICT: Final = (
 
 
 class _Actions(argparse._SubParsersAction):
-    """Refuses flags before the action, which argparse would replace by the action's defaults."""
+    """Refuses flags before `show`, `verify` or `calibrate`: argparse would forget their values."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any

@@ -77,7 +77,7 @@ def free_memory_bytes() -> int:
 
 
 def slow_dtype(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Yield a line if a matrix product in `dtype` takes more than twice the time of float32. Many
+    """Yield a warning if a matrix product in `dtype` takes over twice the time of float32. Many
     processors have no instructions for numbers of 16 bits. Only the CPU is measured."""
     if device.type != "cpu" or dtype == torch.float32:
         return
@@ -100,8 +100,8 @@ def _product_s(dtype: torch.dtype) -> float:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group that contains this process. Cached pages of files
-    count as free."""
+    """Yield limit and use, in bytes, of each control group that contains this process. Cached pages
+    of files count as free."""
     for begins, mount, files in _VERSIONS:
         with contextlib.suppress(OSError):
             own = _GROUP.read_text().partition(begins)[2].partition("\n")[0]

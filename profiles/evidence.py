@@ -1,11 +1,12 @@
 """The evidence in a profile: everything that the profiler measured, for people and for reports.
 
-    split "train"     chooses: every block by KL, promising ones by the metric -> frontier
+    split "train"     chooses the frontier: every block by KL, promising ones by the metric
     split "held_out"  judges: the frontier from most work to least, and the alternatives
 
-Qualities are means of the profile's metric over contexts, 0 to 1. A context counts as the mean over
-its questions. Losses are differences of qualities. Times are in seconds. A layer's number is its
-place in the model, counted from 0; spans are half-open.
+The frontier has the plans that beat all plans with fewer layers, by quality or by KL. Qualities are
+means of the profile's metric over contexts, 0 to 1. A context counts as the mean over its
+questions. Losses are differences of qualities. Times are in seconds. A layer's number is its index
+in the model, from 0; spans are half-open.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
-    """One data set of a split, and the models' quality on it without a plan."""
+    """One data set of a split, and the quality of sender, full prefill and full reuse on it."""
 
     name: str
     metric: str
@@ -78,7 +79,7 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """One set of questions, and the models' quality on it without a plan."""
+    """One half of the questions, and the quality of sender, full prefill and full reuse on it."""
 
     files: tuple[DataFile, ...]
     contexts: tuple[str, ...]
@@ -111,7 +112,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
-    """Effect on the answers if one layer's KV is the sender's and all other layers' KV is the
+    """Effect on the answers if one layer's KV is the sender's, and the KV of all others is the
     receiver's own (§3)."""
 
     layer: int
@@ -143,7 +144,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     no number is enough."""
     num_contexts: int | None = None
     """Number of contexts that judged the plan, until it was proven or hopeless. None in old
-    profiles, in which all contexts did."""
+    profiles, in which all contexts judged."""
     full_prefill: float | None = None
     """Full prefill's quality on the contexts that judged the plan."""
 
@@ -200,12 +201,12 @@ class BaselineKind(StrEnum):
     """At all layers, recompute the tokens with the largest difference of KV at the first layer.
     Only in old profiles, which have no CacheBlend."""
     CRITICAL_LAYERS = "critical_layers"
-    """Recompute the layers that lose the most if only this layer is reused. Each run of
+    """Recompute the layers that change answers most if only that one layer is reused. Each run of
     neighbouring layers starts from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
-    """Recompute the layers of a plan in several runs, with E loaded at the start of each run. The
-    plan is the recommended one. If there is none, and in old profiles, it is the plan that the
-    training split expected."""
+    """Recompute the recommended plan's layers in several runs, with E loaded at the start of each.
+    In old profiles, or if no plan is recommended, the plan is the one that the training split
+    expected to pass."""
     SMALL_MODEL = "small_model"
     """Answer with a smaller model, by full prefill."""
 
@@ -320,7 +321,7 @@ class HeldOutTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Making(msgspec.Struct, frozen=True, kw_only=True):
-    """How the profile was made."""
+    """Command, settings and machine that made the profile."""
 
     date: str
     command: str

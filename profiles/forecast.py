@@ -18,14 +18,14 @@ from profiles.stats.choice import baselines
 from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
 DECODED_SHARE: Final = 0.3
-"""Expected share of a promising plan's answers that differ from full prefill's. Drafts are expected
-to differ from full prefill's answers as often."""
+"""Expected share of a promising plan's answers that differ from full prefill's, and so are decoded.
+As many of full prefill's answers are expected to differ from their drafts."""
 SAID_TWICE: Final = 1.2
-"""Both forecasts are shown if answers that do not stop take this many times longer."""
+"""`spoken` adds the forecast for answers that never stop if it is more than this many times."""
 STEPS: Final = 5
-"""Steps to decode an answer with a mostly right draft. Without a draft, full prefill's answer takes
-one step per token. A plan's answer then takes one step per token behind its first difference: about
-half as many."""
+"""Expected steps to decode an answer that has a draft. Without drafts we expect a step for every
+second token: full prefill's answers take one for each token, and plans' answers need none up to
+the first difference from full prefill's."""
 FOLLOWED: Final = 2.0
 """Work to make a next-token distribution and compare it, as a multiple of the work to make it."""
 
@@ -46,8 +46,8 @@ class Forecast:
         settings: Settings,
         fitted_on: Sequence[Document],
     ) -> float:
-        """Forecast the seconds of a whole run without the smaller model. If E is corrected, every
-        block is assumed to be tried a second time."""
+        """Forecast the seconds of a run, without its smaller model. If E is corrected, every block
+        is assumed to be tried a second time."""
         num_layers = self.costs.num_layers
         plans, others = typical_plans(num_layers, settings.plans)
         sweep = sweep_steps(train, blocks, num_layers, pruned=settings.pruned)
@@ -72,7 +72,7 @@ class Forecast:
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
     ) -> float:
-        """Forecast steps, without the first steps of the documents with indices in `swept`."""
+        """Forecast the seconds of `steps` without those that are done: first steps in `swept`."""
         done = {it for it in steps if not it.plans and it.place in swept}
         seconds = zip(steps, self.steps(documents, steps, done), strict=True)
         return sum(step_s for step, step_s in seconds if step not in done)
@@ -80,9 +80,9 @@ class Forecast:
     def steps(
         self, documents: Sequence[Document], steps: Sequence[Step], done: Collection[Step] = ()
     ) -> list[float]:
-        """Return the forecast of each step, in order. If only some steps of a document are done,
-        both models have to read its prefix again. This time, and the time of full prefill's
-        answers, counts for the first missing step."""
+        """Forecast the seconds of each step, in order. If only some steps of a document are `done`,
+        both models read its prefix again, and full prefill's answers are fed in again. The first
+        missing step includes this time."""
         seconds, is_again = [], False
         for step in steps:
             document = documents[step.place]
@@ -95,7 +95,7 @@ class Forecast:
         return seconds
 
     def fitting(self, documents: Sequence[Document]) -> list[float]:
-        """Forecast the seconds that each document takes on which maps of E are fitted."""
+        """Forecast the seconds of each document on which maps of E are fitted."""
         return [self._passes_s(it) for it in documents]
 
     def _passes_s(self, document: Document) -> float:

@@ -1,7 +1,7 @@
-"""A line of models: consecutive pairs that are profiled as one, with one choice of plans.
+"""Profile a line of models, each trained from the one before, with one choice of plans.
 
-Each pair answers every question, as a task of its own. So a plan is chosen by the task at which it
-is worst. It passes only if held-out contexts prove it at every task of every pair.
+Each pair of consecutive models answers every question, as a task of its own. So a plan is chosen by
+the task at which it is worst. It passes only if held-out contexts prove it at every task.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from profiles.stats.measured import Candidate
 
 
 def line_of(sources: Sequence[ModelSource]) -> Line:
-    """Return the line of these models, with distances from their files. Raises ConfigError like
-    `look_at_pair`, and if two models are the same or two consecutive models have no distance."""
+    """Return the line of these models, with the distances of consecutive models' weights. Raises
+    ConfigError like `look_at_pair`, and if two models are the same, or if the tensors of two
+    consecutive models have other names, types or shapes."""
     looked = [look_at_pair(*it) for it in pairwise(sources)]
     models = (looked[0][0].identity, *(ours.identity for _, ours in looked))
     by_model: dict[ModelIdentity, ModelSource] = {}
@@ -44,7 +45,7 @@ def line_of(sources: Sequence[ModelSource]) -> Line:
 
 
 def asked_of_each(data: Data, line: Line) -> Data:
-    """Repeat the questions for each pair of the line. Questions about one context stay together."""
+    """Return each document once for every pair of the line. Copies of a document stay together."""
     pairs = [*pairwise(line.names)]
     documents = [
         replace(it, task=_of_pair(it.task, pair)) for it in data.documents for pair in pairs
@@ -62,8 +63,8 @@ def models_by_task(
 
 
 def with_line(profile: MeasuredProfile, findings: Findings, line: Line) -> MeasuredProfile:
-    """Return the profile with its line. For each plan, the distance that the drift guard allows is
-    measured at the pair at which the plan is farthest from full prefill."""
+    """Return the profile with its line. Each plan has the drift guard's bound (`tv_bound`) of the
+    pair at which it is farthest from full prefill."""
 
     def bounded(plan: BlockQuality) -> BlockQuality:
         if plan.tv_bound is None:

@@ -1,8 +1,8 @@
 """Profile every pair of several models that can matter, one after the other.
 
-    list      which pairs can matter, by worth, and why the others cannot
+    list      pairs that can matter, those with most shared tokens first, and why others cannot
     forecast  time and memory of each, by a cost model that is timed once for models of one shape
-    measure   each pair as `profile_pair` does; the pairs of a receiver make its answers once
+    measure   each pair as `profile_pair` does; pairs with the same receiver share its answers
     report    one table, and one page with it
 
 A pair that fails does not end the run. Each pair keeps its own journal. A pair that has a profile
@@ -65,7 +65,7 @@ class Planned:
     """Forecasts in seconds: if answers are as long as the accepted answers, and if no answer stops
     by itself."""
     num_bytes: int
-    """Bytes of host and device together, including the weights of both models."""
+    """Bytes needed at least, of host and device together, with the weights of both models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Many:
         return earlier if same and earlier.tolerance == planned.settings.tolerance else None
 
     def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
-        """Load each receiver's documents. Return the pairs with their forecasts, in order."""
+        """Load each receiver's documents. Return `wanted` with its pairs' forecasts."""
         settings = {it.name: self._settings_of(it) for it in wanted}
         for pair in wanted:
             if pair.receiver not in self._splits:
@@ -159,7 +159,7 @@ class Many:
 
     @cached_property
     def _timings(self) -> dict[str, Timing]:
-        """Time one receiver for each shape of models, on documents of all of this shape."""
+        """Time one receiver of each shape, on the documents of all receivers of this shape."""
         receivers: dict[str, list[str]] = {}
         for name in self._splits:
             receivers.setdefault(self._shape(name), []).append(name)
@@ -185,7 +185,7 @@ class Many:
         )
 
     def _contexts(self) -> list[Context]:
-        """Return the contexts of the logs. Models have their names from the entries."""
+        """Return the contexts of the logs, with models named as in the entries."""
         tokenizer, _ = self._reading(next(iter(self._entries)))
         asked = [it for path in self._logs for it in read_log(Path(path), tokenizer).asked]
         strange = sorted({it.model for it in asked} - self._entries.keys())
@@ -254,7 +254,7 @@ def planned_table(planned: Sequence[Planned]) -> Table:
 
 
 def others_table(pairs: Iterable[Wanted]) -> Table:
-    """List the pairs that are not profiled, grouped by reason: most of them share a few reasons."""
+    """List the pairs that are not profiled, grouped by reason."""
     reasons: dict[str, dict[str, None]] = {}
     for pair in pairs:
         if pair.why_not:

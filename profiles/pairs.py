@@ -1,9 +1,9 @@
 """Decide which pairs of several models can matter, and say why the others cannot.
 
-A model that reads a document first computes its KV, and other models may load that KV. The KV that
-they compute from it is partly the first model's, so it is offered to no other model. So a pair
-matters if its sender reads first. A base usually does, and its adapters follow. A request log shows
-which models do.
+The model that reads a document first computes exact KV, and other models may load it. All KV that
+they compute from it is approximate, and no server offers approximate KV. So a pair matters if its
+sender reads documents first. Usually the base does, and its adapters follow. A request log shows
+which models read first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A directed pair: the names of its sender and receiver."""
+    """A pair by the names of its models, and the reason if it is not to be profiled."""
 
     sender: str
     receiver: str
@@ -106,7 +106,7 @@ def _beside(folder: Path, name: str) -> tuple[str, ...]:
 
 def _from(folder: Path, entry: Entry) -> Entry:
     """Return the entry with paths relative to the working directory in place of `folder`. Values of
-    `data` that are no paths stay."""
+    `data` that name no file, such as `gsm8k`, stay as they are."""
     data = tuple(str(folder / of) if (folder / of).exists() else of for of in entry.data)
     adapter = entry.adapter and str(folder / entry.adapter)
     return msgspec.structs.replace(
@@ -117,7 +117,7 @@ def _from(folder: Path, entry: Entry) -> Entry:
 def pairs_of(
     entries: Mapping[str, Entry], settings: Settings, contexts: Iterable[Context] | None
 ) -> list[Wanted]:
-    """Return every directed pair: first the pairs to profile, by worth, and then the others.
+    """Return every pair: first those to profile, most shared tokens first, and then the others.
 
     `contexts` come from a log, with models named as in `entries`; None without a log.
     """
@@ -152,8 +152,8 @@ def pairs_of(
 
 
 def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Count, for each first reader and later reader of contexts, the later reader's prompts and
-    their contexts' tokens."""
+    """For each pair of a context's first reader and a later one, count the later reader's prompts
+    and the tokens of their contexts."""
     reads: dict[tuple[str, str], tuple[int, int]] = {}
     for context in contexts:
         first = min(context.asked, key=lambda of: of.number).model
@@ -165,8 +165,7 @@ def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, in
 
 
 def _problem(entry: Entry) -> str:
-    """Return the reason why no pair with a model is profiled. Empty if pairs with it can be
-    profiled."""
+    """Return the reason why no pair with this model can be profiled. Empty if there is none."""
     try:
         if entry.adapter and read_invocation(Path(entry.adapter)):
             return (

@@ -3,8 +3,8 @@
     data ─► train ─► every block by KL ─► the best ones by the metric
           held out ─► judge the frontier and the baselines ─► gate ─► profile
 
-All measurements are kept beside the profile until it is written, so that the same command continues
-after a stop.
+A journal beside the profile has all measurements until the profile is written. So the same command
+continues after a stop.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def dtype_of(settings: Settings) -> torch.dtype:
 def chosen(
     plans: Sequence[Candidate], tried: Measured, documents: Sequence[Document], settings: Settings
 ) -> Choice:
-    """Choose from plans that were measured on all documents of the training split."""
+    """Choose the plans that the gate will try, among `plans` decoded on all training documents."""
     return choose(
         {it: tried.candidates[it] for it in plans},
         tried.full_prefill,
@@ -263,9 +263,8 @@ def chosen(
 def in_judged_order(
     documents: Sequence[Document], journal: Journal, settings: Settings
 ) -> list[Document]:
-    """Order the documents that judge, at most `settings.most_contexts` of each task. Documents that
-    an earlier run has judged come first, in that run's order. So results do not influence the
-    order."""
+    """Return the documents that judge, at most `settings.most_contexts` of each task. First come
+    those that an earlier run has used, in its order: results must not change the order."""
     known = {key: place for place, key in enumerate(journal.documents(HELD_OUT))}
     ordered = sorted(documents, key=lambda it: known.get(key_of(it), len(known)))
     return [ordered[it] for it in first_of_each_task(ordered, settings.most_contexts)]
@@ -281,7 +280,7 @@ def is_open(profile: MeasuredProfile) -> bool:
 
 
 def require_place(out: Path) -> None:
-    """Raise ConfigError unless `out` can be a file, with the run's journal and maps beside it."""
+    """Raise ConfigError if `out`, or the journal and the maps beside it, cannot be written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folders = out.parent, out.resolve().parent
     if (out.exists() and not out.is_file()) or not all(os.access(it, os.W_OK) for it in folders):

@@ -1,4 +1,4 @@
-"""Shows how far a run is and when it will be done: a bar on a terminal, lines elsewhere."""
+"""Show how far a run is and when it will be done: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from profiles.report.words import duration
 LINE_EVERY_S: Final = 10.0
 FORECAST_WEIGHT: Final = 0.1
 """Share of all work that counts as already done at the forecast speed. The first steps differ from
-later ones: on a run of 120 contexts, the observed speed alone was wrong by up to 51 %. With this
-share, the expected length of each long stage was wrong by at most 14 % at any point."""
+later ones: on a run of 120 contexts, the observed speed without this share was wrong by up to 51 %.
+With it, the expected length of each long stage was wrong by at most 14 % at any point."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF009  # These calls make fields.
 """Settings: what to profile, and how. Most are flags of `droidspeak profile` with the same names.
 
-Light: torch and transformers are imported when a device is chosen and models are loaded.
+This module imports torch only when it chooses a device, and transformers only for a model.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Settings:
         dest="data",
         type=f"{LOG}{{}}".format,
     )
-    """Empty: the values of `--from-log` go to `data`, each as `log:FILE`."""
+    """Always empty: the values of `--from-log` go to `data`, each as `log:FILE`."""
     asked_of: str | None = _data(
         None,
         "use only prompts of a log that this model was asked; NAME is the model's name in the log",
@@ -266,8 +266,8 @@ class Settings:
 
 
 def same(name: str, group: str) -> Any:
-    """Return a field like the field of `Settings` with this name. Its flag is the same, but in
-    another group."""
+    """Return a field like the field of `Settings` with this name. `--help` shows its flag in
+    `group`."""
     field_ = Settings.__dataclass_fields__[name]
     return field(default=field_.default, metadata={**field_.metadata, "group": group})
 

@@ -1,5 +1,5 @@
-"""Load the data of the settings as documents: to choose plans and fit maps, to judge, and to ask a
-smaller model."""
+"""Load the documents that the settings name: those that choose plans, fit maps of E, judge plans,
+and ask the smaller model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def with_answers_of(judged: Sequence[Document], documents: Sequence[Document]) -
 
 
 def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
-    """Yield a line for each task with too few contexts to prove even a plan that loses nothing."""
+    """Yield a warning for each task that has too few contexts to prove a plan without any loss."""
     needed = contexts_needed([[1.0]], [[1.0]], tolerance) or 0
     for task, places in by_task(held_out.documents).items():
         if len(places) < needed:
@@ -140,7 +140,7 @@ def load_documents(
 
 
 def _task_of_log(options: TaskOptions) -> Task:
-    """Return the task for a log's prompts, which are whole and have no gold answers."""
+    """Return the task for a log's prompts, which need no template and have no right answers."""
     if options.metric not in (None, Metric.SAME) or options.template or options.chat:
         raise ConfigError(
             "a request log has whole prompts without gold answers; leave out --template, --chat "

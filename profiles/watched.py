@@ -110,7 +110,7 @@ def correct(
     blocks: Sequence[Span],
     settings: Settings,
 ) -> tuple[Watched, list[Candidate]]:
-    """Fit maps of E on the documents `fitted_on`. Return a bench with these maps, and the blocks
+    """Fit maps of E on the documents `fitted_on`. Return `watched` with these maps, and the blocks
     that stay closest to full prefill with corrected E."""
     models = watched.bench.sender.model, watched.bench.receiver.model
     layers = sorted({it.start for it in blocks})
@@ -143,7 +143,7 @@ def refine(
     known: Sequence[Candidate],
     settings: Settings,
 ) -> list[Candidate]:
-    """Try plans with a block that begins or ends one layer earlier or later than a best block.
+    """Measure by KL blocks that begin or end one layer earlier or later than a best plan's block.
 
     Return the new plans that stay closest to full prefill, at most `MOST_REFINED`.
     """

@@ -63,8 +63,8 @@ def judged(profile: MeasuredProfile) -> FrontierPoint | None:
 
 
 def moved_share(profile: MeasuredProfile, block: Span) -> float:
-    """Return how much a plan with this block loads if sender and receiver share no memory: its
-    bytes of KV and E, as a share of all KV's bytes."""
+    """Return the bytes of KV and E that a plan with this block loads, as a share of all KV's bytes.
+    Sender and receiver share no memory."""
     all_kv, _ = profile.costs.moved_bytes(())
     return sum(profile.costs.moved_bytes((block,))) / all_kv
 

@@ -1,4 +1,4 @@
-"""Tables of a profile, as text in rows; terminals and pages draw the same ones."""
+"""Tables of a profile, as text in rows, which terminals and pages draw."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def baselines(profile: MeasuredProfile) -> Table:
 
 
 def identities(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Show every field of both models. Digests are whole, or cut to a number of characters."""
+    """Show every field of both models, digests in full or cut to a number of characters."""
     rows = []
     for field in ("model_id", *profile.sender.__struct_fields__):
         most = digest_characters if field in ("model_id", "tokenizer", "weights") else None
@@ -204,7 +204,7 @@ def identities(profile: MeasuredProfile, digest_characters: int | None = None) -
 
 
 def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Show the data of both splits. Digests are whole, or cut to a number of characters."""
+    """Show the data of both splits, digests in full or cut to a number of characters."""
 
     def named(file: DataFile) -> str:
         digest = file.sha256[:digest_characters]

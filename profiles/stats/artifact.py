@@ -182,8 +182,8 @@ def longest_used(documents: Sequence[Document], page_size: int) -> int:
 def best_of(
     choice: Choice, documents: Sequence[Document], judged: Measured, tolerance: float
 ) -> Candidate | None:
-    """Return the plan that will be recommended. If no plan is proven, return the plan that was
-    expected to be recommended."""
+    """Return the plan that will be recommended: the last proven one in the gate's order. If no
+    plan is proven, return the plan that the training split expected."""
     tasks = [*by_task(documents).values()]
 
     def passes(candidate: Candidate) -> bool:
@@ -196,7 +196,7 @@ def best_of(
 def split_of(
     data: Data, judged: Measured, controls: Mapping[Task, Controls] | None = None
 ) -> Split:
-    """Summarise a split: its data, and the quality of each model without a plan."""
+    """Summarise a split: its data, and the quality of sender, full prefill and full reuse."""
     sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
     documents, (prefix, suffix) = data.documents, mean_lengths(data.documents)
     lengths: dict[str, int] = {}
@@ -233,7 +233,7 @@ def losses_of(
     tasks: Iterable[Sequence[int]], full: Qualities, plan: Qualities, tolerance: float
 ) -> tuple[TaskLoss, ...]:
     """Return the loss of a plan at each task. `tasks` has the indices of each task's contexts.
-    `plan` has qualities of the contexts that judged it, which are the first ones."""
+    `plan` has qualities of the first contexts, which judged the plan."""
     asked = [[it for it in places if it < len(plan)] for places in tasks]
     return tuple(_loss(_at(it, full), _at(it, plan), tolerance) for it in asked)
 
@@ -261,7 +261,7 @@ def _kept(findings: Findings) -> Judged:
 
 
 def contradiction(profile: MeasuredProfile, judged: Judged) -> str | None:
-    """Say what in a profile's verdict contradicts its scores. None if there is no contradiction."""
+    """Say what in a profile's verdict contradicts its scores. None if nothing does."""
     places: dict[int, list[int]] = {}
     for place, task in enumerate(judged.tasks):
         places.setdefault(task, []).append(place)
@@ -333,7 +333,7 @@ def interval_of(documents: Sequence[Document], values: Qualities) -> Interval:
 
 
 def _by_context(documents: Sequence[Document], values: Qualities) -> Qualities:
-    """Group values by context, because a context that belongs to several tasks is one draw."""
+    """Group values by context. A context of several tasks counts once in statistics."""
     by_context: dict[str, list[float]] = {}
     for document, of_document in zip(documents, values, strict=True):
         by_context.setdefault(document.context, []).extend(of_document)

@@ -1,9 +1,9 @@
 """Choose which plans are worth decoding, and which of them the gate will try. Pure.
 
-KL to full prefill tells plans apart with a fraction of the questions that the metric needs. A mean
-of the metric may also be luck. So we decode only plans on the frontier of work against KL: no plan
-with as little work has less KL. Among plans that are good enough by the metric, a plan closer to
-full prefill is better.
+A plan's work is the number of layers that it recomputes. KL to full prefill tells plans apart with
+a fraction of the questions that the metric needs. A mean of the metric may also be luck. So we
+decode only plans on the frontier of work against KL: no plan with as little work has less KL. Among
+plans that are good enough by the metric, a plan with less KL is better.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from profiles.stats.gate import MOST_CONTEXTS, contexts_needed
 from profiles.stats.measured import Candidate, Measured, Qualities, Scores, mean_of, spread
 
 MOST_STARTS: Final = 16
-"""Largest number of places at which blocks begin, by default. Each place costs a pass over the
-prefix. The number of blocks grows with the square of the number of places."""
+"""Largest number of layers at which blocks begin, by default. Each of them costs a pass over the
+prefix. The number of blocks grows with the square of this number."""
 MOST_TRIED: Final = 12
 """Largest number of plans, with corrected E or without, that are decoded and tried by the gate."""
 MOST_SHARE: Final = 0.9
@@ -53,8 +53,8 @@ def grid(num_layers: int, group: int) -> list[Span]:
 def frontier(
     qualities: Mapping[Candidate, float], kl: Mapping[Candidate, float]
 ) -> list[Candidate]:
-    """Choose plans that beat all plans with less work, sorted by work. If plans with the same work
-    are equally good, choose the plan closest to full prefill (least KL), or else the first."""
+    """Choose plans with more quality than all plans with less work, sorted by work. If plans with
+    the same work have equal quality, choose the one with the least KL, or else the first."""
     chosen: list[Candidate] = []
     for least in sorted({len(it) for it in qualities}):
         same = [it for it in qualities if len(it) == least]
@@ -73,15 +73,15 @@ class Choice:
     closest to full prefill."""
     order: tuple[Candidate, ...]
     """Plans that the gate will try, from most work to least. First come plans that are expected to
-    pass. Smaller plans follow, in case their bad result was luck. In both parts, a plan is closer
-    to full prefill than all plans after it in this part."""
+    pass. Smaller plans follow, in case their bad result was luck. Within each of the two groups,
+    plans with more work are closer to full prefill."""
     expected: Candidate | None
     """Plan that the gate will recommend if held-out data are like the training data."""
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """Return the expected plan, and the plan before it in the order. If no plan is expected,
-        return the first two plans."""
+        """Return the expected plan, and the plan before it in `order`. If no plan is expected,
+        return the first two plans of `order`."""
         last = 2 if self.expected is None else self.order.index(self.expected) + 1
         return self.order[max(0, last - 2) : last]
 
@@ -100,21 +100,20 @@ def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
 
 
 def sensitive_first(layers: Sequence[Scores]) -> list[int]:
-    """Return all layers, the most sensitive first: the layer with the largest KL if only this
-    layer's KV is the sender's."""
+    """Return all layers, sorted by KL if only this layer's KV is the sender's, largest first."""
     return sorted(range(len(layers)), key=lambda it: -kl_of(layers[it]))
 
 
 def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Candidate]:
-    """Choose blocks that may be worth their work, sorted by work. Blocks of nearly all layers are
-    left out."""
+    """Choose at most `most` blocks that no other block with as little work beats by KL, sorted by
+    work. Blocks of more than `MOST_SHARE` of the layers are left out."""
     most_layers = MOST_SHARE * len(swept.layers)
     smaller = {it: of for it, of in swept.candidates.items() if 0 < len(it) <= most_layers}
     return closest(smaller, most)
 
 
 def closest(plans: Mapping[Candidate, Scores], most: int = MOST_TRIED) -> list[Candidate]:
-    """Choose plans, sorted by work: no other plan with as little work is closer to full prefill."""
+    """Choose plans that no plan with as little work beats by KL, sorted by work."""
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     return spread(frontier({it: -value for it, value in kl.items()}, kl), most)
 
@@ -130,8 +129,8 @@ def choose(
     """Choose from plans that recompute fewer than all layers and have answered all training
     questions.
 
-    `tasks` has the indices of each task's contexts. As in the gate, a plan's worst task decides.
-    Held-out contexts must be able to prove the plan there, at most `most_contexts` of them.
+    `tasks` has the indices of each task's contexts. As in the gate, a plan's worst task decides. A
+    plan is expected to pass if `most_contexts` contexts like these would prove it at that task.
     """
     quality = {it: _kept(qualities_of(of), full_prefill, tasks) for it, of in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
@@ -161,7 +160,7 @@ def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> f
 def _needed(
     plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]], tolerance: float
 ) -> float:
-    """Return how many contexts like these prove the plan at the task that needs most of them."""
+    """Return how many contexts like these would prove the plan, at the task that needs most."""
     of_tasks = ([(full[it], plan[it]) for it in places] for places in tasks)
     both = [([own for own, _ in it], [ours for _, ours in it]) for it in of_tasks]
     return max(contexts_needed(own, ours, tolerance) or inf for own, ours in both)

@@ -169,7 +169,7 @@ def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int |
     """Return the number of contexts like these with which the plan would pass. None if no number is
     enough.
 
-    It is at least the number that a plan without any loss needs: a better result was luck.
+    A plan that is better than full prefill counts as a plan without loss: its gain was luck.
     """
     ours, theirs = _means(full), _means(plan)
     least, needed = (_num_passing(_gains(ours, it, tolerance).mean(1)) for it in (ours, theirs))
@@ -177,7 +177,7 @@ def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int |
 
 
 def _num_passing(gains: NDArray[np.float64]) -> int | None:
-    """Number of contexts until the bets pass, if each context multiplies stakes by exp(`gains`)."""
+    """Number of contexts after which a plan passes, if each multiplies stakes by exp(`gains`)."""
     if gains.max() <= 0:
         return None
     enough = ceil(-log(ERROR_RATE * _STAKES[gains.argmax()]) / gains.max())
@@ -216,8 +216,8 @@ def _together(won: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def is_within(losses: Sequence[TaskLoss], tolerance: float) -> bool:
-    """True if every task proves the loss to be within the tolerance. A receiver that answers
-    nothing right has nothing to lose, and proves nothing."""
+    """True if every task proves the loss to be within the tolerance. A task at which full prefill
+    answers nothing right proves nothing."""
     return bool(losses) and all(it.bound <= tolerance for it in losses)
 
 
@@ -268,8 +268,7 @@ def controls_of(split: Split) -> str:
 
 
 def _repeated(task: TaskScores) -> str:
-    """Say how often full prefill in two parts repeats its answers. Only rounding changes the
-    others."""
+    """Say how often full prefill gives the same answers in two parts: only rounding differs."""
     if task.controls is None or (share := task.controls.in_two_parts) is None:
         return ""
     return f", and full prefill in two parts gives {share:.0%} of its own answers"

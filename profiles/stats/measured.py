@@ -41,9 +41,9 @@ Qualities = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan or an alternative, by the parts of the KV that the receiver computes itself. The parts
-    are runs of layers that start from the sender's E, a share of the tokens, or all layers except
-    one. A candidate without parts is full reuse."""
+    """A plan or an alternative. It says which KV the receiver computes itself: runs of layers from
+    the sender's E (`runs`), a share of the tokens (`share`), all layers except one (`alone`), or
+    none (full reuse)."""
 
     kind: BaselineKind | None = None
     """Kind of baseline. None for a plan, for full reuse, and for a single layer."""
@@ -95,8 +95,8 @@ class Measured:
     full_prefill: list[Sequence[float]]
     """Quality of the receiver's answers over its own KV."""
     candidates: dict[Candidate, Scores]
-    """Scores of full reuse and other candidates. A candidate has all contexts, or the first ones of
-    each task. Answers that were not decoded have no quality."""
+    """Scores of full reuse and other candidates, on all contexts or on the first of each task.
+    Answers that were not decoded have no quality."""
 
     @property
     def full_reuse(self) -> Scores:
@@ -104,7 +104,7 @@ class Measured:
 
     @property
     def layers(self) -> list[Scores]:
-        """Scores by layer, if only this layer has the sender's KV."""
+        """For each layer: the scores if only this layer has the sender's KV."""
         scores_of = {it.alone: of for it, of in self.candidates.items() if it.alone is not None}
         return [scores_of[layer] for layer in sorted(scores_of)]
 
