@@ -223,8 +223,8 @@ def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> It
 def asked(
     testbed: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
 ) -> dict[str, list[Sample]]:
-    """Ask about every document with each of `arms`, which are controls by name. The arms take
-    turns to be first. The results leave out the first `num_learning` documents: the server learns its
+    """Ask about every document with each of `arms`, which are controls by name. The arms take turns
+    to be first. The results leave out the first `num_learning` documents: the server learns its
     speeds from them."""
     samples: dict[str, list[Sample]] = {name: [] for name in arms}
     for document in range(len(testbed.documents)):

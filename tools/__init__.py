@@ -1,1 +1,1 @@
-"""Programs that make files of this repository again; no part of the package."""
+"""Programs that generate files of this repository. The package does not need them."""

@@ -23,7 +23,7 @@ _OTHERS: Final = {
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """Defaults that are not None, by model type and field."""
+    """Defaults of fields that change what a model computes, by model type and field."""
     names = ARCHITECTURES | EXACT_ONLY
     classes = [getattr(transformers, name).config_class for name in names]
     return {it.model_type: _defaults(it) for it in classes}

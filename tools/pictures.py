@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages: `python -m tools.pictures`.
+"""Draw the pictures of the documentation: `python -m tools.pictures`.
 
 Each PNG in `docs/_static` has a digest of its data inside. A picture is drawn again only if its
 data has changed. A test compares the digests, not the pixels.
@@ -39,8 +39,7 @@ PACKAGES: Final = {
 
 
 def timeline_data() -> dict[str, float]:
-    """Return the seconds of a full prefill, and of a reuse over a link with which fetch and
-    recompute take equally long."""
+    """Seconds of a full prefill and of a reuse, whose fetch and recompute take equally long."""
     results = tables.read("partial_prefill")
     full, _, block, _ = results["rows"]
     times = {"full": full["ttft_p50_ms"], "block": results["recompute_ms"]}
@@ -98,14 +97,14 @@ def packages(data: list[tuple[str, str]], path: Path) -> None:
 
 
 def frontier_data() -> list[Any]:
-    """Quality and predicted time of each plan of the pair."""
+    """Block, quality and predicted TTFT of each plan that beats all plans with less work."""
     return [
         [str(it.block), it.held_out.mean, it.ttft_s] for it in read_measured(REAL_PROFILE).frontier
     ]
 
 
 def dashboard_data() -> tuple[list[str], list[dict[str, Any]]]:
-    """Titles of two panels of the dashboard, and the requests of a run that these panels count.
+    """Titles of two panels of the Grafana dashboard, and the requests of a run that they count.
 
     Each panel is the rate of one counter by one label. All reused KV of the run is approximate.
     """
@@ -163,7 +162,7 @@ def digest(data: Any) -> str:
 
 
 def shown(name: str) -> str:
-    """Digest of the data in the picture's file. Empty if the file does not exist."""
+    """Digest that the picture's file has of its data. Empty if the file does not exist."""
     path = FOLDER / f"{name}.png"
     return str(Image.open(path).info.get("made of", "")) if path.exists() else ""
 

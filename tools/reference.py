@@ -64,7 +64,7 @@ def field_docs(struct: type) -> dict[str, str]:
 def fields_of(
     struct: type, beside: Callable[[msgspec.structs.FieldInfo], str] = lambda field: ""
 ) -> str:
-    """List a struct's fields. A table would be too wide for a small screen."""
+    """List a struct's fields and docstrings. A table would be too wide for a small screen."""
     docs, fields = field_docs(struct), msgspec.structs.fields(struct)
     return "".join(f"- **`{it.name}`**{beside(it)}: {docs[it.name]}\n" for it in fields)
 
@@ -93,7 +93,7 @@ def _shown(value: object) -> str:
 
 
 def request_metrics() -> str:
-    """List the metrics of `Metrics`, as they are scraped."""
+    """Make a table of the metrics of `Metrics`, under the names that Prometheus reads."""
     rows = []
     for metric in vars(Metrics(enabled=False)).values():
         if isinstance(metric, Counter | Gauge | Histogram):
@@ -234,7 +234,7 @@ def real_pairs() -> str:
 
 
 def sizes() -> str:
-    """Show memory sizes for the pair that `break_even` knows, with E at one layer."""
+    """Show how many tokens default memory sizes hold, for `break_even.Pair` with E at one layer."""
     pair = break_even.Pair()
     kv = pair.kv_bytes // (pair.layers - pair.block) * pair.layers
     per_gib = (1 << 30) // (kv + pair.e_bytes)
@@ -260,7 +260,7 @@ def codecs() -> str:
 
 
 def refused() -> str:
-    """List arguments and variables of SGLang that end a start, by reason."""
+    """List SGLang's arguments and environment variables that a server refuses, by reason."""
     names: dict[str, list[str]] = {}
     for field, (accepted, why) in refuse.ACCEPTED.items():
         others = [f"`{it}`" for it in accepted if it not in _NOTHING]
@@ -304,8 +304,7 @@ def written(page: str) -> str:
 
 
 def llms() -> str:
-    """Make `llms.txt`: a list of all pages, each with its first paragraph, in the order of the
-    contents."""
+    """Make `llms.txt`: the title and first paragraph of each page, in the order of the contents."""
     index = (ROOT / "docs/index.md").read_text()
     lines = ["\n\n".join(index.split("\n\n")[:2])]
     for caption, names in re.findall(

@@ -30,7 +30,7 @@ QUESTIONS_PER_DOCUMENT: Final = 3
 SEEDS: Final = {"train": 1001, "held_out": 2002}
 
 SHIPPED: Final = Path(__file__).parents[2] / "examples" / "pairs"
-"""Folder of the shipped weights, documents and profiles, which these modules made."""
+"""Folder of the shipped pairs: weights, documents and profiles."""
 DATA: Final = SHIPPED / "data"
 OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
 """Prompt and metric of the pairs' models."""

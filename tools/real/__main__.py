@@ -2,10 +2,10 @@
 
     python -m tools.real                    the base, the data and whole checkpoints of the skills
     python -m tools.real train questions    train an adapter: 10 to 30 minutes on one core
-    python -m tools.real distill questions --out DIR    make a skill share its base's KV exactly
-    python -m tools.real judge questions DIR            its quality by length and kind of question
-    python -m tools.real check questions    its quality on documents that nothing was chosen on
-    python -m tools.real profile base questions
+    python -m tools.real distill questions --out DIR    make an aLoRA of a skill: it shares exactly
+    python -m tools.real judge questions DIR            quality by length and kind of question
+    python -m tools.real check questions    quality on documents that had no part in any choice
+    python -m tools.real profile base questions         profile a pair
 
 Existing files are not made again, and a stopped command continues.
 """
@@ -78,10 +78,9 @@ def main() -> int:
 
 
 def merge_all(base: Path, folder: Path) -> None:
-    """Merge each shipped skill into a whole checkpoint, unless the checkpoint is newer than its
-    parts.
+    """Merge each shipped adapter into a whole checkpoint, unless the checkpoint is newer.
 
-    Activated adapters are skipped: they do not act on the tokens before their invocation.
+    Skip aLoRAs: a checkpoint would change the KV of tokens before the invocation, too.
     """
     for adapter in sorted(SHIPPED.glob("*/adapter_model.safetensors")):
         if read_invocation(adapter.parent):

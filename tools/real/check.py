@@ -1,4 +1,4 @@
-"""Measure how well a skill is answered by greedy decoding, with its adapter and by the base alone.
+"""Measure the quality of a skill's greedy answers, by its adapter or by the base.
 
 python -m tools.real check questions [--set verify] [--adapter DIR]
 """
@@ -30,7 +30,7 @@ MAX_NEW: Final[Mapping[str, int]] = {"questions": 16, "summaries": 24, "json": 5
 
 
 def options(skill: str) -> TaskOptions:
-    """Return the prompt of a skill, and how its answers are judged."""
+    """Return a skill's prompt template, metric and longest answer."""
     return TaskOptions(template=TEMPLATE, metric=METRICS[skill], max_new=MAX_NEW[skill], chat=True)
 
 

@@ -4,8 +4,8 @@ The learning rates fall, so the last checkpoints are close to each other, and th
 apart. The distance of two checkpoints is the relative change of all weights, |new - old| / |old|:
 
     trained   in the optimiser's float32
-    served    in bf16. Rounding moves a weight by a whole step or not at all, so the distance of
-              small updates is larger
+    served    in bf16. Rounding moves a weight by a whole step or not at all, so small updates
+              become a larger distance
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ WEIGHTS: Final = "model.safetensors"
 
 
 def train_line(base: Path, packages: Path, work: Path) -> None:
-    """Train, and write the checkpoints: folders in bf16 to serve, each with its float32 weights in
-    a file.
+    """Train, and write the checkpoints: folders in bf16 to serve, each with a file of its float32
+    weights beside it.
 
     Do nothing if they exist. A training that was stopped begins again.
     """
@@ -85,8 +85,8 @@ def in_float32(folder: Path) -> Path:
 
 
 def write(model: torch.nn.Module, base: Path, folder: Path) -> None:
-    """Write the model as a folder like the base's. Its float32 weights, written last, complete
-    it."""
+    """Write the model in bf16 as a folder like the base's. Its float32 weights, written last beside
+    it, show that it is complete."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     file = folder / WEIGHTS
     names = load_file(file)

@@ -1,9 +1,10 @@
-"""Records of Debian packages without people: examples/real/packages.jsonl.
+"""Records of Debian packages without people's data: examples/real/packages.jsonl.
 
 A record has fields of the index `Packages`, and the start of the long description. We left out
 packages with a maintainer's name, a mail address or a copyright in their text. We also left out
-parts of other packages (`-dev`, `-data`, `oldlibs`, …). Each source has at most one package here.
-Each record is in one part only: training, choosing, judging and verifying share no record.
+packages that belong to others (`-dev`, `-data`, `oldlibs`, …). Each source package has at most one
+record. The records have four parts, for training, choosing, judging and verifying. No record is in
+two of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     size: str
     """Installed size in kB."""
     needs: str
-    """The first of its dependencies that only few other packages have."""
+    """First dependency that only few other packages have."""
     summary: str
     text: str
 

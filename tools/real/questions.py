@@ -4,9 +4,8 @@
     summaries   the one-line description of a record, which the document leaves out
     json        fields of a record as JSON
 
-A document is several records, one after the other; records of one part (`packages.PARTS`) only.
-All skills ask about the same documents. Everything is drawn from seeds: the same packages give the
-same bytes.
+A document is several records, one after the other. All skills ask about the same documents.
+Everything is drawn from seeds: the same packages give the same bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _FIELDS: Final = ("version", "section", "size", "needs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Set:
-    """A set of documents with records from parts. Each document has records of its own, about which
-    it is asked; they are no other document's own."""
+    """A set of documents. Each document has records of its own, which no other document owns. Its
+    questions are about these."""
 
     drawn: tuple[tuple[str, int], ...]
-    """Parts from which records are drawn, each with the number of records to skip at its start:
-    they are another set's."""
+    """Parts (`packages.PARTS`) from which records are drawn. The number says how many records to
+    skip at the part's start: another set has them."""
     lengths: tuple[int, ...]
     """Number of records in a document. The documents take these numbers in turn. Five records are
     about 400 tokens."""
@@ -46,8 +45,8 @@ class Set:
     num_questions: int
     """Number of questions about each document."""
     num_own: int | None = None
-    """Number of a document's own records, about which it is asked. Its other records are drawn from
-    all. None: all of a document's records are its own."""
+    """Number of a document's own records. Its other records are drawn from all of the set's parts.
+    None: all of a document's records are its own."""
 
 
 _CHOSEN_ON: Final = 204
@@ -118,7 +117,7 @@ def askable(package: Package, others: Sequence[Package]) -> list[Asked]:
 
 
 def about_harder(package: Package, others: Sequence[Package], rng: Random) -> Asked:
-    """Draw like `about_fields`, but the harder kinds twice as often."""
+    """Draw like `about_fields`, but `HARDER` questions twice as often."""
     asked = askable(package, others)
     return rng.choices(asked, [2 if it[0].startswith(HARDER) else 1 for it in asked])[0]
 

@@ -1,4 +1,4 @@
-"""Train and judge skills as adapters that share exactly, by the product's own command.
+"""Make aLoRAs of the skills with `droidspeak distill`: they share KV exactly. Judge their answers.
 
     python -m tools.real distill SKILL --out DIR
     python -m tools.real judge SKILL DIR
@@ -58,7 +58,7 @@ _DRAWS: Final = 10
 
 
 def lessons(packages: Path, skill: str) -> Iterator[Record]:
-    """Make questions about the training part's records, drawn from seeds."""
+    """Make training questions about documents of the part `train`: long ones, then short ones."""
     drawn, draw = read_packages(packages, "train"), TRAINED[skill]
     for number in range(NUM_LONG + NUM_SHORT):
         rng = Random(f"distill {skill} {number}")
@@ -69,7 +69,7 @@ def lessons(packages: Path, skill: str) -> Iterator[Record]:
 
 
 def long_questions(packages: Path, skill: str) -> Iterator[Record]:
-    """Make fifteen questions about each document of the set `long`, each kind equally often."""
+    """Ask about fifteen records of each `long` document, with equal odds for each kind."""
     drawn = read_packages(packages, "verify")[120:]
     for number in range(20):
         chosen, rng = drawn[25 * number : 25 * number + 25], Random(f"{LONG300} {number}")
@@ -102,7 +102,7 @@ def write_lessons(packages: Path, data: Path, skill: str) -> tuple[Path, Path]:
 
 
 def distill(skill: str, base: Path, data: Path, out: Path, *flags: str) -> int:
-    """Make the adapter by the product's command, on one thread. `flags` are passed to the
+    """Make the adapter with `droidspeak distill`, on one thread. `flags` are passed to the
     command."""
     learned, _ = write_lessons(PACKAGES, data, skill)
     command = [
@@ -161,7 +161,7 @@ def judge(skill: str, base: Path, adapter: Path, data: Path) -> None:
 
 
 def _as_ordinary(adapter: Path, config: dict[str, Any], folder: Path) -> Path:
-    """Copy an activated adapter without its invocation: the judge switches the adapter on."""
+    """Copy an aLoRA without its invocation: the judge's own code decides when it acts."""
     (folder / WEIGHTS).symlink_to((adapter / WEIGHTS).resolve())
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"alora_invocation_tokens": None}))
     return folder
