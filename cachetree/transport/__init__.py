@@ -2,22 +2,24 @@
 
 Rules of a session
 
-    - A session is one TCP connection between one peer and one start of a worker (its epoch). When
-      the connection ends, everything in the session ends: streams, adverts, ids of fetches.
+    - A session is one TCP connection between a peer and a worker. Its fetches and adverts end with
+      it. An epoch is a random number that a worker draws at its start.
     - The connection delivers everything whole and in order, or it ends. Each direction numbers its
       headers and pieces, and their seals or checksums cover the number (`frames`). So messages
       need no numbers, and no other code looks for lost messages.
-    - The worker advertises all its entries: a snapshot (Reset, Entries, Synced), then every
-      change. The peer answers each Entries with Learned once its tree has these entries. At most
-      `MAX_UNANSWERED` are unanswered. If changes overflow their queue, a new snapshot begins. So
-      the peer's view may be late, but never wrong.
+    - An entry is KV of all layers, or E of one layer, for consecutive pages of one model. Its
+      parent is the entry before. The worker advertises all its entries: a snapshot (Reset, Entries,
+      Synced), then every change. The peer answers each Entries with Learned once its tree has these
+      entries. At most `MAX_UNANSWERED` are unanswered. If changes overflow their queue, a new
+      snapshot begins. So the peer's view may be late, but never wrong.
     - Additions name parents before children; removals name children before parents.
     - A fetch has an id that rises within the session. The worker answers with frames in the order
-      of the requested steps, or with Located on the same host. Ended stops a fetch early.
+      of the requested steps. On the same host it sends positions in its memory instead (Located).
+      Ended stops a fetch early.
+    - The worker keeps the pages in memory (a lease) until the kernel has the last frame, or until
+      the peer has copied them.
     - The peer cancels a fetch that its reader gives up, and then ignores its frames. It also
-      cancels a located fetch when it has copied all bytes, so that the worker ends the lease.
-    - The worker holds a lease on the pages until the kernel has the last frame, or until the peer
-      has copied them.
+      cancels a fetch when it has copied all bytes at their positions, which ends the lease.
     - `timeout_ms` is the time left until a fetch's deadline: the two clocks are not compared.
     - Both sides notice silence. The peer pings every `heartbeat_s`; each side ends the session
       after its `silence_s`.
@@ -33,13 +35,13 @@ How it works
                bytes were verified and stay.
     failures   Too many errors in a short time open a breaker: the peer reads nothing from the
                worker for a cooldown. Then one fetch tries the worker.
-    fairness   The next frame goes to the peer with the fewest bytes so far, and there to the fetch
-               with the fewest.
+    fairness   The next frame goes to the peer that has got the fewest bytes, for its fetch
+               that has got the fewest.
     threads    One for all sessions of a worker, one for each peer, and one that writes to each
                connection. A worker's thread never waits for a disk or for one peer.
 
-`cachetree/README.md` draws the path of a fetch and of a copy through these files, `wire` the
-messages, and `frames` the opening of a connection.
+Drawings: the paths of a fetch and of a copy through these files are in `cachetree/README.md`, the
+messages in `wire`, and the opening of a connection in `frames`.
 
     peer              one worker: one thread, one `connection` at a time
     pending_fetches   the fetches of one peer, repeated after faults; `pace` measures the link
@@ -48,10 +50,10 @@ messages, and `frames` the opening of a connection.
     worker            the serving side: one thread for all connections to its `data_port`
     session           one peer's streams; `advertise`, the entries to tell the peer
     channel           one connection; `send_queue`, its outgoing frames
-    sender, receiver  pages on their way out and in
+    sender, receiver  pages that leave a worker, and pages that arrive at a peer
     handshake, keys   proofs of identity; `backoff`, the pauses after failures
     verbs, admin      an operator's questions and orders, over ZMQ without a session
-    status, tracing   numbers and spans
+    status, tracing   a peer's state in numbers, and OpenTelemetry spans
 
 Why not otherwise
 

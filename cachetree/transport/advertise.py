@@ -135,7 +135,7 @@ class Advertiser:
         self._num_learned: float = _NOTHING
         """Number of changes that the peer has confirmed."""
         self._told: deque[int] = deque()
-        """For each unanswered `Entries`: how many changes the peer knows once it answers."""
+        """Number of changes that the peer knows after its answer, for each unanswered `Entries`."""
         self._names = tree.names
         self._named: set[str] = set()
         """Ids of the models of which this session has sent the name."""

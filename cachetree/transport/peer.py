@@ -1,4 +1,4 @@
-"""One remote worker as this server sees it: one thread and one session."""
+"""Read from one remote worker: one thread, which holds one session at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
 log = logging.getLogger("cachetree.peer")
-"""Logger of this module's own name, so that a server can add a prefix to its lines."""
+"""Logger with a name of its own, so that a server can add a prefix to its lines."""
 
 NO_WORKER: Final = 0
 """Epoch that stands for a server without a worker."""
@@ -51,10 +51,10 @@ _REFUSED_S: Final = 60.0
 class Peer:
     """One remote worker that this server reads from.
 
-    While `state` is READY, `tree` has the worker's advertised entries at location `address`. If the
-    worker is lost, all of them are removed first. Every staging passed to `fetch` completes or
-    fails, by its deadline at the latest. With a `keeper`, all entries that the worker advertises
-    are copied into `tree`. Raises ConfigError for a bad address or key.
+    While `state` is READY, `tree` lists the worker's advertised entries at location `address`. If
+    the worker is lost, they are removed before `state` changes. Every staging passed to `fetch`
+    completes or fails, by its deadline at the latest. With a `keeper`, all entries that the worker
+    advertises are copied into `tree`. Raises ConfigError for a bad address or key.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Peer:
 
     @property
     def status(self) -> PeerStatus:
-        """Return the worker's state in numbers. Thread-safe."""
+        """Return the peer's state in numbers. Thread-safe."""
         connection = self._fetches.connection
         return msgspec.structs.replace(
             self._counts,
@@ -132,8 +132,8 @@ class Peer:
         )
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until the peer is ready, refused or closed, or the time is over. Return whether it
-        is ready."""
+        """Block until `state` is no longer CONNECTING, or the time is over. Return whether it is
+        READY."""
         with self._changed:
             self._changed.wait_for(lambda: self.state is not PeerState.CONNECTING, timeout_s)
             return self.state is PeerState.READY
@@ -161,7 +161,7 @@ class Peer:
 
     @property
     def _absence(self) -> FetchError:
-        """Error for fetches while the worker cannot be read."""
+        """Error of a fetch that starts while the worker cannot be read."""
         if self.state is PeerState.READY:
             return FetchError(f"{self._who} is closed here")
         because = f": {self.error}" if self.error else ""
@@ -227,7 +227,7 @@ class Peer:
 
     def _greeted(self, to: Address, hello: wire.ToPeer) -> Connection:
         """Check the worker's hello, and open the session that it offers. Raises an error if the
-        worker refuses, or must not be read."""
+        worker refuses, cannot exchange caches with this server, or is this server's own."""
         match hello:
             case wire.Bye():
                 raise FetchError(f"{self._who} ended the session: {wire.said(hello)}")
@@ -270,7 +270,7 @@ class Peer:
         match message:
             case wire.Bye():
                 error = FetchError(f"{self._who} ended the session: {wire.said(message)}")
-                self._fetches.interrupt(error)  # Running fetches then count as no error.
+                self._fetches.interrupt(error)  # Before `_lose`, which else counts an error.
                 raise error
             case wire.Located():
                 self._fetches.read(message)
@@ -298,7 +298,7 @@ class Peer:
             self._has_warned = False
 
     def _look_after_fetches(self) -> None:
-        """End late fetches. Start requested fetches; a fetch that cannot start fails at once."""
+        """End late fetches. Start requested fetches, or fail them at once."""
         self._fetches.check()
         if self._is_closing:
             self._fetches.end(FetchError(f"{self._who} is closed here"))
@@ -310,8 +310,8 @@ class Peer:
                 self._fetches.begin(model, pages, staging)
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
-        """End the session: remove the worker's entries from the tree. Then fail its fetches, or
-        keep them for the next session."""
+        """End the session and remove the worker's entries from the tree. Then fail the running
+        fetches, or keep them for the next session."""
         if isinstance(error, ProtocolError) or self._fetches.is_under_way:
             self._breaker.failed(error)
         if state is PeerState.CONNECTING and self._breaker.is_open:

@@ -1,4 +1,4 @@
-"""All workers that a cache reads from: those of its settings, and those found by directories."""
+"""All workers that a cache reads from: the settings list them, or a directory names them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Peers:
     """All peers of a cache. `now` has the present peers by address. Each change makes a new
     mapping, so requests read it without a lock.
 
-    Each directory has its own thread, which waits for answers. The last answer of a directory is
-    valid until the next one. A worker that is no longer named stays a peer as long as it answers.
+    Each directory has a thread that asks it repeatedly. The last answer of a directory is valid
+    until the next one. A worker that no directory names any more stays a peer while it answers.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Peers:
         self._keeper = keeper
         self._own_epoch: Final = own.epoch if own else NO_WORKER
         self._lock = threading.Lock()
-        """Held by the thread of a directory while it changes any of these fields."""
+        """Held by the thread of a directory while it adds or removes peers."""
         self._named: dict[str, Mapping[Location, PeerConfig]] = {}
         """Last answer of each directory: its workers, with the settings for reading them."""
         self._gone_at_s: dict[Location, float] = {}
-        """Time since which each peer of a directory is gone. Infinity: the peer is present."""
+        """Time since which each peer from a directory is gone; infinity while it is present."""
         self._tasks: list[PeriodicTask] = []
         self._limiter = LogLimiter(clock)
         self._is_closed = False
         self.now: Mapping[Location, Peer] = {}
 
     def add(self, address: Location, config: PeerConfig) -> None:
-        """Add the worker at `address` as a peer. Raises ConfigError. A peer that the cache adds
-        before any `watch` stays until `close`."""
+        """Add the worker at `address` as a peer. Raises ConfigError. Only peers from directories
+        leave before `close`."""
         peer = Peer(
             self._tree,
             address,
@@ -91,7 +91,7 @@ class Peers:
         self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return all peers and directories, each with its state in a few words. Does not wait.
+        """Return the states of all peers and directories, for operators. Never blocks.
         Thread-safe."""
         return (*(it.status.source for it in self.now.values()), *map(_source, self._tasks))
 
@@ -116,9 +116,9 @@ class Peers:
             peer.close(until.remaining_s())
 
     def look(self, url: str, look: Look, config: PeerConfig) -> None:
-        """Ask the directory at `url`. Add the workers that it names as peers with the settings
-        `config`. Remove peers that were gone for `GONE_S` seconds, or have other settings now. If
-        the directory fails, do both with its last answer, then raise its error."""
+        """Ask the directory at `url`, and add the workers that it names as peers, with settings
+        `config`. Remove peers that were gone for `GONE_S` seconds, or that now have other settings.
+        If the directory fails, add and remove by its last answer, then raise its error."""
         try:
             self._named[url] = dict.fromkeys(look(), config)
         finally:
@@ -151,8 +151,8 @@ class Peers:
 
     def _is_own(self, address: Location) -> bool:
         """Whether `address` is this server's own worker. Raises ConfigError if `address` is not
-        `tcp://IP:PORT` in the usual spelling: another spelling would open a second session with the
-        same worker."""
+        `tcp://IP:PORT` in the usual spelling: two spellings would make two sessions with one
+        worker."""
         remote = parse_remote(address, field="an address of a directory")
         if remote.url != address or not _is_plain(remote.host):
             raise ConfigError(f"an address of a directory is {address!r}, not tcp://IP:PORT")
@@ -176,8 +176,8 @@ def check_peer(address: str, config: PeerConfig) -> None:
 
 
 def check_found(url: str, config: PeerConfig) -> PeerConfig:
-    """Return the settings for reading a directory's workers, with the key that these workers have
-    to prove. Raises ConfigError."""
+    """Return the settings for workers from a directory, with the key that these workers have to
+    prove. Raises ConfigError."""
     parse_directory(url)
     if config.server_key is None:
         return config

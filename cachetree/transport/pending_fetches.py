@@ -1,4 +1,4 @@
-"""The running fetches of one peer: start them, resume them after faults, end them in time."""
+"""The running fetches of one peer: start them, resume them after faults, end late ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PendingFetches:
     If the connection ends, or frames are damaged or missing, a fetch waits for `resume`, which
     requests the missing bytes, on this connection or the next. A fetch may resume `max_retries`
     times, within `resume_s` and before its deadline. `breaker` counts each error of the worker or
-    the link once. A busy worker is no error, nor is a fetch that its reader gives up.
+    the link once. It does not count a busy worker, or a fetch that its reader gives up.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class PendingFetches:
         self._counts = counts
         self._clock = clock
         self.connection: Connection | None = None
-        """Present connection, which the peer sets. None without a connection."""
+        """Present connection, set by `Peer`. None without a connection."""
         self.as_copies = False
-        """Whether fetches are copies to keep (`Fetch.as_copy`). Set by `Pulls`."""
+        """Whether fetches bring copies to keep (see `Fetch.as_copy`). Set by `Pulls`."""
         self._asked: dict[int, FrameReceiver] = {}
         """Fetches with a running request, by the request's id."""
         self._broken: list[FrameReceiver] = []
-        """Fetches without a running request."""
+        """Interrupted fetches, which wait for `resume`."""
 
     @property
     def _connection(self) -> Connection:
@@ -69,7 +69,7 @@ class PendingFetches:
 
     @property
     def _carried_bytes(self) -> int:
-        """All bytes received over this connection, or copied from the worker's memory."""
+        """Bytes received over this connection; with shared memory, all bytes copied from there."""
         connection = self._connection
         return (
             connection.channel.received_bytes
@@ -83,21 +83,21 @@ class PendingFetches:
 
     @property
     def free_link(self) -> Link | None:
-        """Measured link for a new fetch, which waits for the bytes of ended fetches that may still
-        arrive. Thread-safe."""
+        """Measured link for a new fetch. `ahead` counts the bytes of ended fetches that may still
+        arrive before it. Thread-safe."""
         link, connection = self.bandwidth.link, self.connection
         if link is None or connection is None:
             return link
         asked = tuple(self._asked.items())
         given_up = [(id, it) for id, it in asked if it.staging.error is not None]
-        # The peer's thread may end a fetch now. In this order it is counted exactly once.
+        # The peer's thread may end a fetch now. Read in this order, its bytes count exactly once.
         owed = {id: self._owed_to(it, connection) for id, it in given_up} | connection.owed
         frame_bytes = self._config.frame_bytes
         return replace(link, ahead=sum(owed.values()), frame_bytes=frame_bytes)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a request is running: the worker still has to send something."""
+        """Whether the worker has not yet sent all that this peer requested."""
         return bool(self._asked)
 
     def timeout_s(self) -> float:
@@ -142,17 +142,18 @@ class PendingFetches:
             self._broke(receiver, ProtocolError(why))
             return
         receiver.read(located, arena)
-        if receiver.staging.is_complete:  # The worker keeps its lease until this message.
+        if receiver.staging.is_complete:  # Until this message, the worker keeps the pages.
             self._connection.send(wire.Cancel(id=located.frame.id))
 
     def ended(self, message: wire.Ended) -> None:
-        """Handle the worker's message that it sends nothing more for a fetch."""
+        """Handle an `Ended`: the worker sends nothing more for this fetch."""
         if (receiver := self._asked.get(message.id)) is not None:
             self._broke(receiver, wire.error_of(message, self._who))
         self._connection.owed.pop(message.id, None)
 
     def check(self) -> None:
-        """End fetches that are late, or that their readers gave up."""
+        """End fetches that are late, waited too long for `resume`, or that their readers gave
+        up."""
         for receiver in self._all:
             error = receiver.staging.error
             if error is None and receiver.staging.deadline.has_passed:
@@ -172,12 +173,12 @@ class PendingFetches:
             self._ask(self._broken.pop(0))
 
     def interrupt(self, error: FetchError) -> None:
-        """Interrupt all fetches and their requests, because the connection has ended."""
+        """Interrupt all fetches, because the connection has ended."""
         for receiver in tuple(self._asked.values()):
             self._suspend(receiver, error)
 
     def end(self, error: FetchError) -> None:
-        """End all fetches for good."""
+        """Fail all fetches. None of them resumes."""
         for receiver in self._all:
             self._end(receiver, type(error)(str(error)))
 
@@ -219,8 +220,8 @@ class PendingFetches:
             self._breaker.succeeded()
 
     def _broke(self, receiver: FrameReceiver, error: FetchError) -> None:
-        """Handle a fetch that cannot continue. If bytes were wrong or missing, the fetch waits for
-        `resume`. Any other error ends it."""
+        """Handle a fetch that cannot continue. After a ProtocolError (wrong or missing bytes) the
+        fetch waits for `resume`. Any other error ends it."""
         if not isinstance(error, ProtocolError):
             self._end(receiver, error)
             return
@@ -252,7 +253,7 @@ class PendingFetches:
         receiver.id = NOT_ASKED
 
     def _end(self, receiver: FrameReceiver, error: FetchError) -> None:
-        """Fail a fetch for good, and cancel its request."""
+        """Fail a fetch, and cancel its request. It does not resume."""
         error = receiver.staging.error or error
         if receiver.id != NOT_ASKED:
             if self.connection is not None:

@@ -1,4 +1,4 @@
-"""Copies of peers' entries: each entry that a peer advertises is fetched, parents first.
+"""Keep copies of peers' entries: fetch each entry that a peer advertises, parents first.
 
     hear      an advert names entries; they wait, oldest first
     turn      takes the oldest one, and its parents that are missing here:
@@ -7,8 +7,9 @@
               pending_fetches   fetches into that room, like any fetch
               commit            makes the pages readable here, and advertises them
 
-A snapshot also names old entries. Entries that this cache has evicted are not copied again from a
-snapshot, only from a later advert. A copy never makes the peer read its disk.
+A parent is the entry with the pages before. A snapshot (the list of all the peer's entries) also
+names old entries. Entries that this cache has evicted are not copied again from a snapshot, only
+from a later advert. A copy never makes the peer read its disk.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ _Steps = Generator[float, None, None]
 _MAX_WAITING: Final = 1 << 16
 """Largest number of entries of one peer that wait to be copied."""
 _MAX_GIVEN_UP: Final = 1 << 13
-"""Largest number of evicted entries that are remembered."""
+"""Largest number of evicted entries that are remembered, so that no snapshot brings them back."""
 _PART_BYTES: Final = 64 << 20
-"""Largest number of bytes that are fetched at once. A larger entry is fetched in several parts, and
-each part can be read as soon as it is here."""
+"""Largest number of bytes of one fetch. A larger entry takes several fetches, and the pages of each
+can be read as soon as they are here."""
 _PART_S: Final = 0.25
-"""Largest number of seconds of one fetch under a limit of the rate, unless one page takes
-longer."""
+"""Longest fetch in seconds if there is a rate limit. A single page may take longer."""
 _MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2
 """Largest number of pages of one fetch, so that one message can name them."""
 _FETCH_S: Final = MAX_REQUEST_S
 """Seconds until the deadline of one fetch."""
 _PAUSE_S: Final = 0.5
-"""Seconds of pause after a failed fetch. The pause doubles, up to ten times this."""
+"""Seconds of pause after a failed fetch. It doubles with each failure, up to ten times this
+value."""
 _CLAIMED_S: Final = 0.01
 """Seconds between two checks whether another peer's thread has fetched the same pages."""
 _BURST: Final = 64
-"""Largest number of entries that are visited in one turn of the peer's thread."""
+"""Largest number of entries that one pass of the peer's thread handles."""
 
 
 class Keeper:
-    """State that all peers of a cache with copies share: the rate limit, which thread fetches which
-    pages, and evicted entries. Used by any peer's thread."""
+    """State that the peers of a cache share while they copy entries: the rate limit, which thread
+    fetches which pages, and evicted entries. Used by any peer's thread."""
 
     def __init__(self, tree: CacheTree, max_bytes_per_s: float, clock: Clock) -> None:
         self.tree: Final = tree
@@ -76,15 +77,15 @@ class Keeper:
         self._cap = Cap(max_bytes_per_s, clock)
         self._claimed: set[_Key] = set()
         self._given_up: dict[_Key, None] = {}
-        """Last page of each entry that has left memory and disk, the oldest entry first."""
+        """Model, last page and part of each entry that left memory and disk, oldest first."""
         tree.subscribe_kept(self._note)
 
     def has_given_up(self, key: _Key) -> bool:
         return key in self._given_up
 
     def claim(self, key: _Key) -> bool:
-        """Claim this page and all pages after it for the caller. Return False if another thread
-        fetches them."""
+        """Let only the calling thread fetch this page and the pages after it, until `release`.
+        Return False if another thread has claimed them."""
         with self._lock:
             is_free = key not in self._claimed
             self._claimed.add(key)
@@ -95,7 +96,7 @@ class Keeper:
             self._claimed.discard(key)
 
     def delay_s(self) -> float:
-        """Return the seconds until the next fetch may begin."""
+        """Return the seconds until the rate limit lets the next fetch begin."""
         return self._cap.delay_s()
 
     def spend(self, num_bytes: int) -> None:
@@ -133,7 +134,7 @@ class Pulls:
         self._log_limiter = LogLimiter(clock)
         self._backoff = Backoff(_PAUSE_S)
         self._waiting: dict[_Key, None] = {}
-        """Last page of each waiting entry, the oldest entry first."""
+        """Model, last page and part of each waiting entry, oldest first."""
         self._is_snapshot = True
         self._work: _Steps | None = None
         self._look_at_s = inf
@@ -147,7 +148,7 @@ class Pulls:
         return msgspec.structs.replace(self._counts, num_waiting=num_waiting)
 
     def timeout_s(self) -> float:
-        """Seconds until there is work; infinity if there is none."""
+        """Seconds until `turn` has work; infinity if no entry waits."""
         if self._work is None:
             return 0.0 if self._waiting else inf
         return max(0.0, self._look_at_s - self._clock())
@@ -164,7 +165,7 @@ class Pulls:
                     self._hear(entry, self._keeper)
 
     def turn(self) -> None:
-        """Continue copying as far as possible without waiting."""
+        """Continue copying as far as possible without waiting, for at most `_BURST` entries."""
         for _ in range(_BURST):
             if self._work is None:
                 if self._keeper is None or not self._waiting:
@@ -267,6 +268,6 @@ class Pulls:
 
 
 def _first_new(tree: CacheTree, piece: Change) -> _Key:
-    """Return the key of the first page that is missing here, or of the first page if none is."""
+    """Return the key of the first page that is missing here; of the first page if all are here."""
     new = (it for it in piece.pages if not tree.has(piece.model, it, piece.part))
     return piece.model, next(new, piece.pages[0]), piece.part

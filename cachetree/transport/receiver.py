@@ -1,4 +1,4 @@
-"""Receive pages: each frame goes directly to its place in the staging memory, and is checked."""
+"""Receive pages: check each frame, and write it directly to its place in the staging memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FrameReceiver:
     """Write the frames of one fetch into its staging. Used by one thread.
 
     A fetch may take several requests. Bytes that have landed are verified and stay: the next
-    request begins behind them. No other code lands bytes in `staging`.
+    request begins behind them. Only this object writes into `staging`.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class FrameReceiver:
         """Time at which the running request was sent. If none runs, the time at which the last
         request was interrupted."""
         self.asked_at_bytes = 0
-        """Bytes that the connection had carried when the request was sent."""
+        """Bytes that the connection had delivered when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))
-        """Position of each step's end, in bytes over all steps."""
+        """End of each step, in bytes from the beginning of the fetch."""
         self._landed = landed
         self._broke = broke
 

@@ -1,4 +1,4 @@
-"""The outgoing frames of a data connection. A thread of its own writes them to the socket."""
+"""Outgoing frames of a data connection, which a thread of its own writes to the socket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BATCH_S: Final = 0.02
 _MAX_BUFFERS: Final = 1024
 """Largest number of buffers that the kernel takes in one call."""
 _MANY_MESSAGES: Final = 64
-"""Number of waiting messages at which `has_room` becomes false."""
+"""Number of waiting messages from which on `has_room` is false."""
 _MAX_MESSAGES: Final = 1024
 """Largest number of waiting messages. If more wait, the other side does not read."""
 _MAX_SEALED: Final = (1 << 20) // frames.PIECE_BYTES
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
     frame: Frame | None
     """Header of the payload. None: the payload is sent without a header and in clear."""
     payload: Sequence[memoryview]
-    """Parts of the payload, as bytes."""
+    """Buffers that together are the payload."""
     size: int
     """Number of bytes before sealing, with the header."""
 
@@ -60,8 +60,8 @@ class SendQueue:
         seals: Unsealed,
         wake: Callable[[], None],
     ) -> None:
-        """The sending thread calls `wake` when everything is written, when there is room after
-        `has_room` was false, and at the end."""
+        """The sending thread calls `wake` when everything is written, when there is room again
+        after `has_room` was false, and when the thread ends."""
         self.queued_bytes = 0
         """Bytes queued so far: headers and payloads, before sealing."""
         self.error: OSError | None = None
@@ -70,14 +70,14 @@ class SendQueue:
         self._wake = wake
         self._written_bytes = 0
         self._num_messages = self._num_written_messages = 0
-        """Number of messages queued so far, and number of these written to the kernel."""
+        """Number of messages queued so far, and how many of them are written to the kernel."""
         self._is_awaited = False
         """Whether `has_room` was false and `wake` has to be called."""
         self._is_over = False
         """True once the queue sends nothing more."""
         self._dropped: dict[int, int] = {}
-        """Value of `queued_bytes` when a request was dropped, by the request's id. Only for
-        requests with frames that still have to be discarded."""
+        """Value of `queued_bytes` when a request was dropped, by its id, for requests with frames
+        that still have to be discarded."""
         self._batch_bytes = _FIRST_BATCH_BYTES
         self._parts: SimpleQueue[_Part | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class SendQueue:
         self._put(_Part(None, [memoryview(payload)], len(payload)))
 
     def drop(self, id: int) -> None:
-        """Discard the queued frames of request `id`, which queues no more."""
+        """Discard the queued frames of request `id`. The caller queues no more of them."""
         written_bytes = self._written_bytes
         waiting = {it: until for it, until in self._dropped.items() if until > written_bytes}
         self._dropped = waiting | {id: self.queued_bytes}
@@ -185,7 +185,7 @@ class SendQueue:
         self._connection.setblocking(True)
 
     def _more(self, num_bytes: int) -> Iterator[_Part]:
-        """Yield waiting parts that fit into a batch that already has `num_bytes`."""
+        """Yield waiting frames for a batch that already has `num_bytes`, until it is full."""
         with suppress(Empty):
             while num_bytes < self._batch_bytes:
                 part = self._parts.get_nowait()
@@ -195,7 +195,8 @@ class SendQueue:
                 num_bytes += part.size
 
     def _send(self, batch: list[_Part]) -> None:
-        """Send a batch in one call. Sealed parts are copies, so they are sent a few at a time."""
+        """Send a batch: in one call without keys, else a few pieces at a time, because sealed
+        pieces are copies."""
         buffers: deque[memoryview] = deque()
         for part in batch:
             for buffer in self._sealed(part):
@@ -213,7 +214,7 @@ class SendQueue:
                 yield memoryview(piece)
 
     def _give(self, buffers: deque[memoryview]) -> None:
-        """Give all buffers to the kernel, and empty the queue of them."""
+        """Give all buffers to the kernel, and remove them from the deque."""
         while buffers:
             num_bytes = self._connection.sendmsg(list(islice(buffers, _MAX_BUFFERS)))
             while buffers and num_bytes >= len(buffers[0]):

@@ -26,7 +26,8 @@ would cost more."""
 LOCATED_BYTES: Final = 4 << 20
 """Largest number of bytes in one `Located` message."""
 _REMEMBERED_BYTES: Final = 128 << 10
-"""A slab may remember one checksum, of about 250 bytes, for each so many of its bytes."""
+"""A slab (the memory in which pages were reserved) may remember one checksum for each so many of
+its bytes. A remembered checksum takes about 250 bytes."""
 _LEAST_REMEMBERED: Final = 256
 
 
@@ -34,9 +35,9 @@ class Payload(NamedTuple):
     """The payload of one frame."""
 
     offset: int
-    """Position in the fetch, in bytes over all steps."""
+    """Position of the first byte in the fetch, in bytes over all steps."""
     slab: Slab
-    """Slab of the payload's first part."""
+    """Slab (reserved memory) of the first buffer in `parts`; it remembers checksums."""
     parts: list[memoryview]
 
 
@@ -47,8 +48,8 @@ def payloads_of(
     *,
     first_byte: int = 0,
 ) -> Iterator[Payload]:
-    """Cut the steps of a lease, from byte `first_byte` on, into payloads of at most `most_bytes`.
-    Long runs of memory are cut; short ones are joined.
+    """Cut the steps of leased pages, from byte `first_byte` on, into payloads of at most
+    `most_bytes`. Long runs of memory are cut; short ones are joined.
 
     Raises ProtocolError if `first_byte` is not within the steps.
     """
@@ -89,9 +90,8 @@ def _payloads(
 class Stream:
     """Send the payloads of one fetch in order. Used by the worker's thread.
 
-    The lease has to stay until the kernel has the last frame. If the receiver reads this memory
-    itself, the lease stays until the receiver has copied all. `is_drained` says when to release it.
-    `end` stops the stream early.
+    A lease keeps the pages until the kernel has the last frame, or until the receiver has copied
+    all from shared memory. Release it when `is_drained` is true. `end` stops the stream early.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Stream:
         self.channel: Final = channel
         self._arena = arena
         self.served_bytes = 0
-        """Number of bytes sent, which decides the stream's turn. In a channel, the stream with the
-        lowest number sends next. A new stream starts at the lowest present number, so that others
-        need not wait."""
+        """Number of bytes sent, for taking turns: in a channel, the stream with the lowest number
+        sends next. A new stream starts at the lowest present number, so that others need not
+        wait."""
         self.sent_bytes = 0
         self.is_cut = False
         """True if the stream ended before everything was sent."""
         self._is_read = False
-        """True while the receiver may read this memory: positions were sent, and no Cancel came."""
+        """True while the receiver may copy: positions were sent, and no Cancel came."""
         self._queued_bytes = 0
         """Value of the channel's `queued_bytes` after the last queued payload. 0 if no payload was
         queued."""
@@ -135,8 +135,8 @@ class Stream:
         return not self.is_over and self.channel.has_room
 
     def put(self) -> int:
-        """Send the next bytes, and return their number. A receiver that can read the arena gets the
-        bytes' position there instead."""
+        """Send the next payload, and return its number of bytes. If the receiver can copy from the
+        arena (shared memory), send positions there instead of the bytes."""
         assert self._next is not None
         offset, slab, parts = self._next
         frame = Frame(
@@ -157,7 +157,7 @@ class Stream:
         return frame.size
 
     def end(self) -> None:
-        """Stop: send no more, not even queued frames. The receiver no longer reads this memory."""
+        """Stop: send no more, not even queued frames. The receiver has stopped copying."""
         self.is_cut |= not self.is_over
         self._next, self._payloads = None, iter(())
         self._is_read = False
@@ -171,7 +171,7 @@ class Stream:
         return not is_read and self.channel.send_queue.has_written(self._queued_bytes)
 
     def _places(self, parts: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
-        """Return start and stop of each part in the arena. Empty if a part is not in the arena."""
+        """Return start and stop of each buffer in the arena. Empty if one is not in the arena."""
         if self._arena is None:
             return ()
         starts = [(self._arena.place_of(part), part.nbytes) for part in parts]
@@ -180,8 +180,8 @@ class Stream:
 
 
 def _checksum(slab: Slab, parts: Sequence[memoryview]) -> int:
-    """Return the checksum of a payload. If the payload is one part, remember the checksum, because
-    cached pages are often sent again."""
+    """Return the checksum of a payload. If it is one buffer, remember the checksum, because cached
+    pages are often sent again."""
     if len(parts) > 1:
         return checksum_of_parts(parts)
     known = slab.checksums
@@ -210,7 +210,7 @@ class SendScheduler:
         self._counts = counts
         self._cap = Cap(max_bytes_per_s or math.inf, clock)
         self._streams: dict[Stream, Callable[[Stream], object]] = {}
-        """Streams, each with its callback. An ended stream stays as long as its pages are read."""
+        """Streams with their callbacks. An ended stream stays until `retire` releases its pages."""
 
     @property
     def _sending(self) -> list[Stream]:
@@ -221,11 +221,11 @@ class SendScheduler:
 
     @property
     def num_held(self) -> int:
-        """Number of streams. An ended stream counts as long as its pages are read."""
+        """Number of streams. An ended stream counts until `retire` releases its pages."""
         return len(self._streams)
 
     def limit(self, frame_bytes: int) -> int:
-        """Return the largest size of a payload, at most `frame_bytes`, for an even rate."""
+        """Return the largest payload at an even rate, at most `frame_bytes`."""
         return self._cap.limit(frame_bytes)
 
     def timeout_s(self) -> float:

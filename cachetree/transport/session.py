@@ -29,7 +29,7 @@ from cachetree.tree import CacheTree
 
 _DRAIN_S: Final = 5.0
 """Seconds by which a lease outlives its fetch's deadline, because frames may still wait for the
-kernel. After that, the tree counts the bytes as free, but the memory stays until they are sent."""
+kernel. Afterwards the tree counts the bytes as free. Their memory stays until they are sent."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,7 +46,7 @@ class Service:
 
 
 class Session:
-    """One peer's fetches and adverts, at the worker. Used only by the worker's thread."""
+    """Fetches of one peer, and adverts for it. Used only by the worker's thread."""
 
     def __init__(
         self, name: str, channel: Channel, service: Service, wake: Callable[[], None]
@@ -66,8 +66,8 @@ class Session:
         """Fetches that the disk has answered. For each, the function that continues the fetch, and
         the function that releases its pages. Any thread appends."""
         self._num_promotions = 0
-        """Number of fetches that wait until their pages are read from disk into memory. Cancelled
-        fetches count, too."""
+        """Number of this peer's reads in the disk's queue. Reads for cancelled fetches count,
+        too."""
         self._wake = wake
         self._last_id = 0
 
@@ -90,7 +90,7 @@ class Session:
                 let_go()
 
     def tell(self, message: wire.ToPeer) -> None:
-        """Send a message to the peer. Dropped if the channel has ended."""
+        """Send a message to the peer. Without effect if the channel has ended."""
         self.channel.put_message(wire.encode(message))
 
     def advertise(self) -> None:
@@ -101,7 +101,7 @@ class Session:
             self.tell(advert)
 
     def expire(self) -> str:
-        """End late fetches. Return the reason why the session has to end. Empty if it continues."""
+        """End late fetches. Return why the session has to end, or an empty text if it continues."""
         for id, stream in tuple(self._streams.items()):
             if stream.deadline.has_passed and not stream.is_over:
                 self._fail(id, DeadlineExceeded("the worker stopped at the deadline"))
@@ -170,8 +170,8 @@ class Session:
             self._when_read(fetch, deadline, go_on)
 
     def _stream(self, fetch: Fetch, deadline: Deadline) -> Stream:
-        """Lease the pages of a fetch, and return its stream. Raises FetchError if the fetch cannot
-        be served."""
+        """Lease the pages of a fetch (keep them in memory), and return its stream. Raises
+        FetchError if the fetch cannot be served."""
         service, num_held = self._service, self._service.scheduler.num_held
         if not _has_share(len(self._streams), service.config.max_streams - num_held):
             raise FetchError(
@@ -202,11 +202,11 @@ class Session:
         return Stream(fetch.id, lease, payloads, self.channel, deadline, arena)
 
     def _when_read(self, fetch: Fetch, deadline: Deadline, go_on: Callable[[], None]) -> None:
-        """Call `go_on` when the disk has put the pages of a fetch into memory, or has failed. Never
-        call it after a cancel.
+        """Call `go_on` once the disk has put the pages of a fetch into memory, or has failed. Never
+        do so after a cancel.
 
-        Call it at once if the pages are in memory, are not on the disk, or this peer already has
-        its share of the disk's queue. Also count hits and misses by tier.
+        Do not wait if the pages are in memory, or not on disk, or if this peer already has its
+        share of the disk's queue. Also count hits and misses by tier.
         """
         service, disk = self._service, self._service.disk
         model, last = ModelId(fetch.model), PageHash(fetch.pages[-PAGE_HASH_BYTES:])
@@ -249,8 +249,8 @@ class Session:
         self.tell(wire.Ended(id=id, error=Why.CANCELLED.value))
 
     def _fail(self, id: int, error: FetchError) -> None:
-        """Tell the peer that its fetch failed, and end the stream with this id. If a peer uses an
-        id twice, both fetches end."""
+        """Tell the peer that a fetch failed, and end the stream with this id. If a peer uses an id
+        twice, both fetches end."""
         if (stream := self._streams.get(id)) is not None:
             stream.end()
         counts = self._service.counts
@@ -261,11 +261,11 @@ class Session:
 
 
 def _has_share(num_own: int, num_free: int) -> bool:
-    """Return whether a peer with `num_own` places may take another one, while `num_free` places are
-    free.
+    """Return whether a peer that uses `num_own` places may take one more, if `num_free` are free. A
+    place is for one fetch, or for one read in the disk's queue.
 
-    A peer may have at most three times as many places as stay free. One greedy peer gets 3/4 of
-    all places, each of n greedy peers 3/(3n + 1). So one place stays free for a peer without any.
+    A peer may use at most three times as many places as are free. One greedy peer gets 3/4 of all
+    places, each of n greedy peers 3/(3n + 1). So one place stays free for a peer without any.
     """
     return num_own < 3 * num_free
 

@@ -1,4 +1,4 @@
-"""State of a peer in numbers."""
+"""State of each peer that a server reads from, in numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PeerState(StrEnum):
 
 
 class PullStatus(msgspec.Struct, kw_only=True):
-    """Copies of one peer's entries in numbers. The peer's thread counts in one such object."""
+    """Numbers of one peer's entries that this cache copies. The peer's thread changes them."""
 
     num_fetched: int = 0
     """Completed fetches. One entry may take several."""
@@ -37,16 +37,15 @@ class PullStatus(msgspec.Struct, kw_only=True):
     num_gone: int = 0
     """Number of entries that the peer no longer had in memory when their turn came."""
     num_failed: int = 0
-    """Number of entries that were left out: there was no room, a fetch failed, or too many
-    waited."""
+    """Number of entries that were not copied: no room, a failed fetch, or too many waited."""
     num_waiting: int = 0
     """Number of entries that wait to be copied. The entry that is being fetched counts, too."""
     error: str = ""
-    """Reason why the last entry was left out. Empty after a later success."""
+    """Reason why the last entry was not copied. Empty after a later success."""
 
 
 class PeerStatus(msgspec.Struct, kw_only=True):
-    """State of a peer in numbers. The peer's thread counts in one such object."""
+    """State of a peer in numbers. The peer's thread changes them."""
 
     num_failed_fetches: int = 0
     num_retries: int = 0
@@ -66,18 +65,17 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     """Time at which the connection was lost, in seconds since 1970. None while connected, and
     before the first connection."""
     epoch: int = 0
-    """Epoch of the worker that was connected last. 0 before the first connection."""
+    """Random number of the worker's last start (`Worker.epoch`). 0 before the first connection."""
     model: str = ""
     shares_memory: bool = False
     """True if pages are copied from the worker's memory. Otherwise they arrive in frames."""
     bytes_per_s: float | None = None
     """Rate of recent fetches in bytes per second. None if there were no recent fetches."""
     num_pages: int = 0
-    """Number of pages of the worker in this server's tree. A page counts once for each model."""
+    """Pages of the worker that this server's tree lists. A page counts once for each model."""
     num_dropped_pages: int = 0
-    """Number of pages of the worker that are missing in this server's tree: the worker has more
-    pages or models than the limit for one worker.
-    """
+    """Pages of the worker that this server's tree dropped or never listed: the worker has more
+    pages or models than the tree lists for one worker."""
     pulls: PullStatus | None = None
     """Copies of the worker's entries. None if this cache keeps no copies."""
 

@@ -23,7 +23,7 @@ _EXPORT_S: Final = 5
 
 
 NoteServed = Callable[[wire.Fetch, float, int, str], None]
-"""Function that notes a served fetch. The worker's thread calls it; it must not block or raise.
+"""Function that records a served fetch. The worker's thread calls it; it must not block or raise.
 
 It takes the fetch, the seconds from the request until the pages were no longer read, the bytes
 sent, and the reason if the fetch was not fully served (else an empty text).
@@ -31,12 +31,12 @@ sent, and the reason if the fetch was not fully served (else an empty text).
 
 
 def untraced(*_: object) -> None:
-    """Note nothing. Used while tracing is off."""
+    """Record nothing. Used while tracing is off."""
 
 
 def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
-    """Return a function that makes a span for each served fetch, with this provider or by default
-    the process's own."""
+    """Return a function that makes a span for each served fetch. Without a `provider`, it uses that
+    of the process."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,5 +1,5 @@
-"""Messages between an operator and a worker: each question or order has one answer. They need no
-session."""
+"""Messages between an operator and a worker, outside of any session. Each question or order has one
+answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker or a directory of workers from which a server reads. The server names it in its
-    answer."""
+    """A worker, or a directory of workers, from which the answering server reads."""
 
     address: str
     state: str
@@ -40,7 +39,7 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
 
 
 class Status(msgspec.Struct, kw_only=True, tag="status"):
-    """State of a worker in numbers. The worker's thread counts in one such object."""
+    """State of a worker in numbers. The worker's thread changes them."""
 
     version: int
     epoch: int
@@ -64,14 +63,14 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
     """Ended fetches by outcome: `ok`, a value of `wire.Why`, or `lost` (the peer was lost)."""
     hits: ByName = msgspec.field(default_factory=Counter)
-    """Fetches for which this tier had all pages, by tier (`memory`, `disk`)."""
+    """Fetches of peers for which a tier had all pages, by tier (`memory`, `disk`)."""
     misses: ByName = msgspec.field(default_factory=Counter)
-    """Fetches for which this tier did not have all pages, by tier."""
+    """Fetches of peers for which a tier did not have all pages, by tier."""
     family: Family | None = None
     disk: DiskStatus | None = None
     """State of the disk; None without a disk."""
     reads_from: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
-    """The peers of this server."""
+    """The workers and directories from which this server reads."""
 
 
 class Find(msgspec.Struct, frozen=True, kw_only=True, tag="find"):
@@ -85,7 +84,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
 
 
 class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
-    """Order to drop all entries that begin with `pages`. Empty `pages`: drop all entries."""
+    """Order to drop all stored prompts that begin with `pages`. Empty `pages`: drop everything."""
 
     model: str
     """Id of the model; empty means all models."""
@@ -93,7 +92,7 @@ class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
 
 
 class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag="evicted"):
-    """Answer to Evict. Leased and pinned entries have stayed."""
+    """Answer to Evict. Entries in use and pinned entries have stayed."""
 
     num_bytes: int
     """Bytes of memory that were freed."""
@@ -101,7 +100,7 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag="evicted"):
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
-    """Order to keep the stored pages of a prefix in memory."""
+    """Order to keep the stored pages of a prefix in memory (a pin)."""
 
     model: str
     """Id of the model; empty means all models."""

@@ -7,7 +7,7 @@ import threading
 from typing import Final
 
 CLOSE_S: Final = 5.0
-"""Largest number of seconds to wait until a closing thread has ended."""
+"""Seconds after which `close` no longer waits for a thread to end."""
 
 
 class Wakeup:

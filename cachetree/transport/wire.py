@@ -1,4 +1,4 @@
-"""The messages of the transport: msgpack, with bounds on their sizes.
+"""The messages between a peer and a worker: msgpack, with bounds on their sizes.
 
 A message ends with a checksum: without it a flipped bit could name another layer.
 
@@ -20,7 +20,7 @@ A message ends with a checksum: without it a flipped bit could name another laye
                                 ◄══         Pong                        loss of the last messages
     Bye                         ◄══►        Bye                         the session is over
 
-    ── ZMQ     ══ the connection that a Hello's ticket opens, among the frames of `frames`
+    ── ZMQ     ══ the TCP connection that the worker's Hello permits, in frames of `frames`
 
 The rules of a session are in the package's docstring. Nothing here opens a socket.
 """
@@ -59,21 +59,21 @@ MAX_ENTRIES: Final = 256
 """Largest number of entries in one `Entries`."""
 
 MAX_PLACES: Final = 256
-"""Largest number of places in one `Located`."""
+"""Largest number of memory ranges in one `Located`."""
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
 """Id of a model, of limited length."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """Name of a model, for people."""
 PartOf = Annotated[int, msgspec.Meta(ge=KV, lt=MAX_LAYERS)]
-"""A `Part` within the allowed range."""
+"""Part of an entry: KV of all layers, or E of one layer, within the allowed range."""
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """First message of both sides. `family` is decoded only after `version` was compared."""
+    """First message of each side. `version` is compared before `family` is decoded."""
 
     version: int
     family: msgspec.Raw
@@ -95,8 +95,8 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Consecutive pages that were added or removed. `parent` is the page before them; it is empty
-    at the root."""
+    """Consecutive pages of one model that the worker has added or removed. `parent` is the page
+    before them; it is empty at the start of a prompt."""
 
     added: bool
     model: Model
@@ -106,7 +106,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
-    """A part of the snapshot, or of the changes after it."""
+    """Some entries of the snapshot, or some of the changes after it."""
 
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
     names: Annotated[dict[Model, Name], msgspec.Meta(max_length=MAX_ENTRIES)] = {}
@@ -125,7 +125,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Request to send these steps of these pages, step after step."""
 
     id: int
-    """Id of the fetch, higher than all before in this session."""
+    """Id of the fetch, higher than all earlier ids of this session."""
     model: Model
     pages: bytes
     steps: Steps
@@ -137,10 +137,10 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     reads_arena: bool = False
     """True if the peer copies from the worker's shared memory itself."""
     timeout_ms: int
-    """Time left until the deadline when this was sent, in ms. Clocks are not compared."""
+    """Ms from sending this message until the deadline. Clocks are not compared."""
     as_copy: bool = False
-    """Whether a cache fetches a copy to keep. Such a fetch does not count as a use of the pages,
-    and reads no page from disk."""
+    """Whether the peer is a cache that keeps a copy. The fetch then does not count as a use of the
+    pages, and reads no page from disk."""
     traceparent: Traceparent = ""
     """W3C traceparent of the request that needs the pages. Empty if the request is not traced."""
 
@@ -153,7 +153,7 @@ class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
 
     frame: Frame
     places: Places
-    """Start and stop of each part of the payload in the shared memory, in bytes."""
+    """Start and stop of each range in the shared memory, in bytes."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -180,7 +180,8 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
-    """End of a session, or answer without a session: the peer has to send a Hello again."""
+    """End of a session, or answer if a message needs a session: the peer has to send a Hello
+    again."""
 
     reason: ReasonText
 
@@ -228,7 +229,7 @@ def encode(message: ToWorker | ToPeer) -> bytes:
 
 
 def with_checksum(body: bytes) -> bytes:
-    """Return an encoded message: the body, then its checksum."""
+    """Append the checksum to an encoded message."""
     return body + checksum(body).to_bytes(_CHECKSUM_BYTES, "little")
 
 
@@ -302,8 +303,8 @@ def ended_by(id: int, error: FetchError) -> Ended:
 
 
 def error_of(message: Ended, who: str) -> FetchError:
-    """Return the error for a fetch that the worker `who` ended. If a newer worker states an unknown
-    reason, this is a plain FetchError."""
+    """Return the error for a fetch that worker `who` ended: a FetchError if the reason is
+    unknown."""
     kinds = {why.value: kind for why, kind in _ERRORS.items()}
     return kinds.get(message.error, FetchError)(f"{who}: {said(message)}")
 
@@ -330,7 +331,7 @@ def pages_of(named: bytes) -> tuple[PageHash, ...]:
 
 
 def deadline_of(message: Fetch, clock: Clock) -> Deadline:
-    """Return the fetch's deadline on this side's clock."""
+    """Return the fetch's deadline by `clock`, at most `MAX_REQUEST_S` from now."""
     return Deadline.after(min(max(message.timeout_ms, 0) / 1000, MAX_REQUEST_S), clock)
 
 

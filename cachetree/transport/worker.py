@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.25
 _MAX_RECEIVED: Final = 64
-"""Largest number of ZMQ messages that one turn of the worker's loop answers."""
+"""Largest number of ZMQ messages that one pass of the worker's loop answers."""
 
 
 class Worker:
@@ -86,8 +86,8 @@ class Worker:
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
         self._stranger_limiter = LogLimiter(clock)
-        """Limit for log lines about refused connections. It is separate, so that names which
-        strangers invent suppress no other line."""
+        """Limit for log lines about refused connections. Clients can invent names there, which must
+        not use up the limit of other log lines."""
         listen, self._gate = check_worker(config)
         raise_descriptor_limit()
         self._wakeup = Wakeup()
@@ -117,7 +117,7 @@ class Worker:
             undo.pop_all()  # The thread closes all of these at its end.
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that returns True once all peers know the tree of this moment. Peers
+        """Return a function that returns True once all peers know the tree's present entries. Peers
         that have left do not count. Thread-safe."""
         each = [session.advertiser.knowing() for session in tuple(self._sessions)]
         return lambda: all(knows() for knows in each)
@@ -133,8 +133,7 @@ class Worker:
         self._service.counts.model = model
 
     def status(self) -> verbs.Status:
-        """Return the worker's state in numbers. They need not all be of the same moment.
-        Thread-safe."""
+        """Return the worker's state in numbers, not all of the same moment. Thread-safe."""
         service = self._service
         fields = msgspec.structs.asdict(service.counts).items()
         return msgspec.structs.replace(
@@ -154,7 +153,7 @@ class Worker:
 
     @property
     def turn_age_s(self) -> float:
-        """Seconds since the last turn of the worker's loop. Thread-safe."""
+        """Seconds since the worker's loop began its last pass. Thread-safe."""
         return self._service.clock() - self._turned_at_s
 
     def _bound(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:
@@ -191,7 +190,7 @@ class Worker:
         except Exception:
             log.exception("worker %s: its thread has ended", self.address)
         finally:
-            with ExitStack() as ends:  # From last to first; each even if another raises.
+            with ExitStack() as ends:  # The last one runs first. All run, even if one raises.
                 ends.callback(self._wakeup.close)
                 ends.callback(self._context.destroy, linger=0)
                 ends.callback(self._data_port.close)
@@ -232,7 +231,7 @@ class Worker:
         self._warn(f"not let in: {refusal.why}", refusal.who, self._stranger_limiter)
 
     def _receive(self) -> None:
-        """Answer messages that have arrived over ZMQ, which need no session."""
+        """Answer ZMQ messages that have arrived: greetings, and operators' questions and orders."""
         for _ in range(_MAX_RECEIVED):
             try:
                 identity, header, *more = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -257,7 +256,7 @@ class Worker:
                 send(wire.Bye(reason=why))
 
     def _send(self, identity: bytes, message: wire.ToPeer) -> None:
-        """Send a message over ZMQ. Dropped if the peer is gone, or does not read."""
+        """Send a message over ZMQ. It is lost if the peer is gone, or does not read."""
         try:
             header = wire.encode(message)
         except ProtocolError as exc:  # The answer names too many models for one message.
@@ -308,8 +307,7 @@ class Worker:
             self._end_session(session, self._cut_off(exc, session.name, "cut off"))
 
     def _cut_off(self, error: Exception, who: str, about: str) -> str:
-        """Count a peer's message that could not be handled, and log why. Return the reason, which
-        is sent to the peer."""
+        """Count and log an error with a peer's message. Return the reason to send to the peer."""
         self._service.counts.num_protocol_errors += 1
         if isinstance(error, ProtocolError):
             self._warn(f"{who} was cut off: {error}", about, self._log_limiter)
