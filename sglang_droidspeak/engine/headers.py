@@ -1,4 +1,4 @@
-"""Add a request's outcome to the response headers, of streamed answers and others.
+"""Add a request's outcome to the HTTP headers of its answer, whether it is streamed or not.
 
 A label is this package's part of an answer's meta_info: the outcome, and whether the answer is
 exact. SGLang sends the headers after the first reply, which has the label. So `LabelNotes` copies

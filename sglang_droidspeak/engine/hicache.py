@@ -24,8 +24,8 @@ _DYNAMIC: Final = ("backend_name", "module_path", "class_name")
 _KEEP_NOTHING: Final = frozenset({"sim", "shm"})
 """Backends that answer calls, but store nothing."""
 _NAME: Final = "droidspeak"
-"""Model name that backends get, and make a part of their keys. All models have the same, so that
-they can share objects."""
+"""Model name that backends get, and make a part of their keys. It is the same for all models, so
+that they can share objects."""
 
 
 def check_backend(name: str, config: Mapping[str, Any]) -> None:

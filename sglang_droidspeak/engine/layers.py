@@ -1,7 +1,7 @@
 """Capture E from the decoder layers of a loaded model, and run a block of these layers.
 
-SGLang's layers take `layer(positions, hidden_states, forward_batch)`, and the batch has the
-residual stream. `start.refuse` lists the model classes with such layers.
+The layers of supported models take `(positions, hidden_states, forward_batch)`, and keep the
+residual stream in the batch. `start.refuse` lists the classes of these models.
 """
 
 from __future__ import annotations

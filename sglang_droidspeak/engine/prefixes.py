@@ -10,11 +10,12 @@ KV finds only exact KV, even if SGLang inserts a chunk of its prompt and continu
     extra key   tenant │ model's namespace                  exact KV of this model
                 tenant │ APPROXIMATE │ model's namespace    KV made from another model's KV
 
-SGLang joins tenant and namespace without a separator. So a user's key could end like an adapter's
-namespace. A request of the base model with such a key gets another tenant, which users cannot name.
+SGLang joins the tenant, which is the user's key, and the namespace without a separator. So a key
+could end like an adapter's namespace. A request of the base model with this key gets another
+tenant, which users cannot name.
 
 Each change of plans begins a new generation. Its number follows APPROXIMATE, so that new requests
-read no older approximate KV. Last comes the length of the prompt's head. The head is the first
+read no older approximate KV. The length of the prompt's head comes next. The head is the first
 pages, if many prompts share them; it stays exact.
 
 After an update of weights, the model's namespace ends with a mark of that update, until SGLang

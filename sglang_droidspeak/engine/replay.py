@@ -46,7 +46,7 @@ def replay_of(
 @contextmanager
 def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
     """Make a batch of one prompt of at most a page, to warm up a forward. Its KV is written to the
-    row and page that SGLang reserves for padding. No request reads these. Call it before the first
+    row and page that SGLang reserves for padding, which no request reads. Call it before the first
     request."""
     table = runner.req_to_token_pool.req_to_token
     req = Req(

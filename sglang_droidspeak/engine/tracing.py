@@ -41,7 +41,7 @@ def add_slice(req: Req, name: str, start_s: float, stop_s: float, attributes: At
 
 
 def mark(req: Req, attributes: Attributes) -> None:
-    """Set attributes on the span that covers this scheduler's whole work on the request."""
+    """Set attributes on the span that covers all of this scheduler's work on the request."""
     req.time_stats.trace_ctx.trace_set_thread_attrs(_ours(attributes))
 
 

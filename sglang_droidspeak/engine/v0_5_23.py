@@ -1,7 +1,7 @@
-"""List the names of SGLang 0.5.23 that this package depends on. Another release gets its own copy.
+"""List the names of SGLang 0.5.23 that this package uses. Each other release gets a copy of this.
 
-`probe` compares this file, and the JSON file beside it, with the source of an SGLang. It reports
-names that this SGLang lacks, and functions that have changed.
+`probe` compares this file, and the JSON file beside it, with the source of another release. It
+reports names that this release lacks, and functions that have changed.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-"""SGLang's function that hashes pages. This is the name at which we hook it: this module only
-imports the function. `v0_5_23.json` names the module that defines it."""
+"""SGLang's function that hashes pages, by its name in the module that calls it: a hook has to
+replace this name. `v0_5_23.json` names the module that defines the function."""
 
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"

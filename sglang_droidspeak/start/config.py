@@ -54,8 +54,8 @@ class MemoryShare:
     """Default memory of one rank: a share of the memory of the host, or of the container.
 
     It depends only on the memory's size, so all processes of a server agree. Eight ranks on one
-    host together take at most three quarters of its memory for `HOST` and `STAGING`, if `least_gb`
-    does not apply.
+    host together take at most three quarters of its memory for `HOST` and `STAGING`, except on
+    hosts so small that `least_gb` counts.
     """
 
     divisor: int
@@ -319,8 +319,8 @@ def is_configured(args: Any) -> bool:
 
 
 def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") -> Settings:
-    """Parse settings. `where` is their place, for messages. Raises ConfigError with `where`, the
-    key and the remedy."""
+    """Parse settings. `where` names their file or option in errors. Raises ConfigError with
+    `where`, the key and the remedy."""
     settings = _settings(extra, where)
     if settings.config is None:
         return settings

@@ -36,8 +36,8 @@ ARCHITECTURES = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
-"""Model classes that can recompute a block: their layers pass on one residual stream, and mark the
-place at which it enters attention."""
+"""Model classes that can recompute a block: their layers pass on one residual stream, and have an
+`attn_boundary`, which sees the stream before attention."""
 EXACT_ONLY = frozenset(
     {
         "ApertusForCausalLM",
@@ -235,7 +235,7 @@ def check_capture_layers(settings: Settings, identity: ModelIdentity) -> None:
 def check_ports(settings: Settings, tp_size: int) -> None:
     """Refuse ports if they do not suffice for all ranks. Each rank adds its number to both ports.
 
-    Raises ConfigError if `listen` leaves the port open on several ranks, or the two ranges overlap.
+    Raises ConfigError if `listen` has port 0 on several ranks, or the ranges of both ports overlap.
     """
     port = int((settings.listen or ":0").rpartition(":")[2])
     if settings.listen and not port and tp_size > 1:
@@ -253,7 +253,7 @@ def check_ports(settings: Settings, tp_size: int) -> None:
 def check_memory(settings: Settings, tp_size: int, free_gb: float) -> None:
     """Refuse sizes if all ranks together page-lock more memory at start than the host has free.
 
-    For servers with a device. Raises ConfigError.
+    For servers with an accelerator. Raises ConfigError.
     """
     taken_gb = settings.taken_gb(tp_size)
     if taken_gb >= free_gb:
@@ -265,7 +265,7 @@ def check_memory(settings: Settings, tp_size: int, free_gb: float) -> None:
 
 
 def check_failed_profile(settings: Settings, failed: str) -> None:
-    """Refuse a profile that the settings name and that did not pass. `failed` says why."""
+    """Refuse a profile that did not pass, except with `gate: none`. `failed` says why."""
     if settings.gate == "enforce":
         raise ProfileError(
             f"{failed}; remove the file from `profiles`, or profile the pair on more data"
@@ -339,7 +339,7 @@ def check_activated(
 
 
 def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
-    """Refuse a KV pool of another class than `plain`, with another layout, or with scaled values.
+    """Refuse a KV pool of another class than `plain`, of another layout than NHD, or with scales.
 
     A `plain` pool has one row of K and one row of V for each slot and layer. Raises ConfigError.
     """

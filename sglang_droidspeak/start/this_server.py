@@ -111,8 +111,8 @@ class ThisServer:
 
     @property
     def prefill_prior(self) -> PrefillCost:
-        """Cost of a prefill that the server assumes until it has measured forwards. It comes from a
-        profile of this model, or from the model's sizes. Only its shape counts."""
+        """Cost of a prefill that the server assumes for lengths that it has not measured. It comes
+        from a profile of this model, or from the model's sizes. Measured forwards set its scale."""
         times = (it.costs for it in self._profiles_of("receiver") if it.costs is not None)
         measured = next(times, None)
         if measured is None:
@@ -129,8 +129,8 @@ class ThisServer:
 
     @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
-        """Return the first layer of difference of every two models among the base and its adapters.
-        Reads the adapters' files once."""
+        """Return the first layer at which two models differ, for all pairs among the base and its
+        adapters. Reads the adapters' files once."""
         if not self.has_blocks:
             return frozenset()
         num_layers = self.identity.num_layers
@@ -220,7 +220,7 @@ def read_server(
 
 
 def name_of(args: ServerArgs) -> str:
-    """Return the base's name for logs and metrics: the served name, or its folder's name."""
+    """Return the base's name for logs and metrics: the served name, or the name of its folder."""
     served: str = args.served_model_name or args.model_path
     return Path(served).name if served == args.model_path else served
 

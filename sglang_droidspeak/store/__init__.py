@@ -1,2 +1,2 @@
-"""Additions to SGLang's KV pool: E of each slot, an index of each model's pages, and copies to the
-cache."""
+"""Additions to SGLang's KV pool: E of each slot, an index of each model's pages, and copies of new
+pages to the cache in host memory."""

@@ -39,7 +39,7 @@ class EPool:
         """`columns` are the columns of E that this rank keeps."""
         self._columns = slice(columns.start, columns.stop)
         self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
-        """An empty tensor with E's dtype, width and device, also if no layer is kept."""
+        """Empty tensor with the dtype, width and device of E, from which to make buffers."""
         self.e = {layer: self.no_rows.new_zeros(num_slots, len(columns)) for layer in layers}
         self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
 
@@ -102,7 +102,7 @@ class Attachment:
 
 
 def correction_bytes(server: ThisServer, dtype: torch.dtype) -> int:
-    """Return the bytes that all maps of E take on each rank's device."""
+    """Return the bytes that all maps that correct E take on each rank's device."""
     tensors = [tensor for it in server.corrections.values() for tensor in it.tensors]
     return sum(it.numel() for it in tensors) * dtype.itemsize
 

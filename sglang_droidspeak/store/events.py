@@ -1,15 +1,15 @@
 """Publish the content of this server's host memory in SGLang's KV events, as one more tier.
 
-With `--kv-events-config` SGLang publishes the content of its tree on the device. It then gets these
-events beside its own, and its publisher numbers, sends and repeats both.
+With `--kv-events-config` SGLang publishes which pages its tree has on the device. This module adds
+events about host memory. SGLang's publisher numbers, sends and repeats both kinds.
 
     offloader's thread   commits pages ─► BlockStored ──┐  under the cache's lock
     any thread           evicts pages  ─► BlockRemoved ─┴► waiting
-    scheduler            take_events: SGLang's own, then what waits
+    scheduler            take_events: SGLang's own events, then the waiting ones
 
 Events name tokens, and a cache knows only hashes. So events tell only of pages that this server has
-computed. They do not tell of pages that others stored here or that an earlier run left on disk.
-They never tell of pages under a tenant's salt or key.
+computed. They omit pages that other servers stored here, and pages that an earlier run left on
+disk. Pages with a tenant's salt or key are never published.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.store.insertions import EventTokens, Offloader
 
 MAX_WAITING: Final = 10_000
-"""Largest number of events that may wait. Events of later stores are dropped."""
+"""Largest number of events that may wait. Beyond it, events about stored pages are dropped."""
 _HASH_BYTES: Final = 8
 
 
@@ -48,7 +48,7 @@ class HostStored(BlockStored, tag="BlockStored"):  # type: ignore[call-arg]
 
 
 class HostEvents:
-    """Turn changes of the cache's memory into events, until closed."""
+    """Turn changes of the cache's host memory into KV events, until `close`."""
 
     def __init__(
         self, cache: Cache, offloader: Offloader, adapters: Mapping[str, LoRARef], metrics: Metrics
@@ -134,8 +134,8 @@ class HostEvents:
 
 
 def _block_hash(content: EventTokens, page: PageHash) -> int:
-    """Return a page's hash as SGLang's own events have it. There, an adapter's hash differs from
-    the base's."""
+    """Return a page's hash as SGLang's own events have it. In these events, an adapter's hash of a
+    page differs from the base's."""
     seed = None
     if content.adapter is not None:
         seed = kv_event_namespace_seed(extra_key=content.adapter.lora_id, cache_salt=None)

@@ -1,7 +1,7 @@
-"""Note what SGLang inserts into its tree, so that other models find it. Copy it to the cache.
+"""Index the pages that SGLang inserts into its tree, for other models, and copy them to the cache.
 
-SGLang    checkpoint ─► offload, for each new node ─► its pages are noted in the pool's index
-thread                  └► KV and E out of the pool, layer after layer ─► the cache ─► peers
+scheduler  checkpoint ─► note the pages in the pool's index ─► offload, for each new node
+offloader  each node's KV and E out of the pool, layer after layer ─► the cache ─► peers
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sglang_droidspeak.store.rows import ServerPool
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
-"""Largest number of tree nodes that may be locked for a copy at once. More could fill the KV pool
-with locks."""
+"""Largest number of tree nodes that may be locked for a copy at once. More locked nodes could fill
+the KV pool."""
 
 _MAX_BRING_S = 0.5
 """Largest number of seconds that a node waits for E of the pages before it."""
@@ -177,7 +177,7 @@ class Offloader:
         return self.num_done - self._num_taken
 
     def pop_result(self) -> bool:
-        """Count one more finished node as known to SGLang. True: do not offer the node again."""
+        """Count one more finished node as known to SGLang. Return True: do not offer it again."""
         self._num_taken += 1
         return True
 
@@ -220,7 +220,8 @@ class Offloader:
                 self._store_part(offload, first, Part(layer))
 
     def _bring_e(self, pages: Sequence[PageHash], model: ModelId, layer: int) -> None:
-        """Bring E of earlier pages into memory, if a tier has it: E is stored without gaps."""
+        """Copy E of earlier pages into host memory, if a tier or a peer has it. Without E of all
+        earlier pages, the cache stores no E of a page."""
         if pages and not self._cache.tree.has(model, pages[-1], Part(layer)):
             self._cache.bring_e(model, pages, layer, Deadline.after(_MAX_BRING_S))
 

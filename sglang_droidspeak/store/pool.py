@@ -1,10 +1,9 @@
 """Index the pages that each model of this server has in the KV pool, for its other models.
 
-SGLang gives each adapter a radix tree of its own. This index notes each insertion in the cache's
-tree, too, at one location per adapter. So one walk finds the pages of all models. SGLang does not
-report evictions, so a note is only a hint. Before a plan uses a note, each rank looks up the pages
-in SGLang's tree, and corrects its note. So the notes of ranks may differ until they are about to
-load.
+SGLang gives each adapter a radix tree of its own. This index notes each insertion also in the
+cache's tree, at one location per adapter. So one look-up finds the pages of all models. SGLang does
+not report evictions, so a note is only a hint. Before a plan uses a note, each rank looks up the
+pages in SGLang's tree, and corrects its note. Until then, the notes of two ranks may differ.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def pool_of(namespace: str) -> Location:
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:
-    """Pages of one model in SGLang's tree."""
+    """Pages of one model that are locked in SGLang's tree until `release`."""
 
     slots: torch.Tensor
     """KV slots of the plan's pages, int64."""
@@ -91,10 +90,10 @@ class PoolIndex:
         SGLang's tree already has the first `num_there` pages. Of the others, the pages before
         `num_loaded` have no E.
 
-        A page that is noted with E has E in the slots of SGLang's tree. This holds because every
-        request that may load is noted before each insertion. Pages that were not loaded were
-        computed by SGLang's own forwards, which write E. Pages that the tree has keep their slots,
-        and so their notes. A page without a note counts as without E, and E behind it is useless.
+        If a page is noted with E, its slots in SGLang's tree have E. This holds because every
+        request that may load is noted before each insertion. SGLang's own forwards computed all
+        pages that were not loaded, and wrote their E. Pages that the tree already has keep their
+        slots and notes. A page without a note counts as without E, and no E behind it is used.
         """
         location, remote = pool_of(namespace), self._tree.remote
         most = self._num_slots // self._page_size * (1 + len(self._e_parts))
@@ -136,7 +135,7 @@ class PoolIndex:
 
     def note_loaded(self, namespace: str, pages: Iterable[PageHash]) -> None:
         """Note that these pages of a namespace were made from another model's KV. The note outlives
-        an eviction. There are notes for at most a few times as many pages as the pool can hold."""
+        an eviction. There are at most `_MAX_POOLS` times as many notes as pages in the pool."""
         self.has_approximate = True
         for page in pages:
             self._loaded[namespace, page] = None
@@ -173,8 +172,8 @@ class PoolIndex:
         return PoolPages(slots, lambda: tree.unlock(lock), has_e)
 
     def has(self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache) -> bool:
-        """Return whether SGLang still has all pages of the plan, with the E that it needs. Drop the
-        notes of evicted pages. Reads nothing from the device."""
+        """Return whether SGLang still has all pages of the plan, with the E that the plan needs.
+        Drop the notes of evicted pages. Reads nothing from the device."""
         return self._is_all(plan, pages, self._num_held(plan, pages, req, tree))
 
     def _is_all(self, plan: Plan, pages: Sequence[PageHash], num_pages: int) -> bool:

@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 1024
-"""Number of tokens that a store gathers on the device at a time: 4 MiB of KV per layer for a
-Llama-3-8B."""
+"""Number of tokens that `ServerPool.store` gathers on the device at a time: 4 MiB of KV per layer
+for a Llama-3-8B."""
 _LOADED_TOKENS: Final = 4096
-"""Number of tokens that a load decodes on the device at a time. Their encoded KV takes 16 MiB, and
-the decoding takes several times as much."""
+"""Number of tokens that `ServerPool.load` decodes on the device at a time. Their encoded KV takes
+16 MiB, and the decoding takes several times as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Encode tensors as stored bytes, and decode these bytes, on any device by a family's codec."""
+    """Encode tensors by the family's codec, for storage, and decode them, on any device."""
 
     codec: Codec
     length: int
     """Number of values in one vector."""
 
     def store(self, values: torch.Tensor, target: memoryview) -> None:
-        """Write `values`, which fill whole vectors, to `target`. On CUDA this runs on the current
-        stream, without waiting for it."""
+        """Encode `values`, one or more whole vectors, into `target`. On CUDA this runs on the
+        current stream, without waiting for it."""
         encoded = encode(self.codec, values.reshape(-1, self.length))
         _raw(target).view(encoded.shape).copy_(encoded, non_blocking=True)
 
@@ -62,7 +62,7 @@ class Coding:
 
     def fill(self, rows: torch.Tensor, runs: Sequence[memoryview]) -> None:
         """Decode one or several runs of bytes into `rows`, `[tokens, values]`, like `load`. Without
-        a codec nothing is allocated."""
+        a codec this allocates no memory."""
         for raw, part in _parts(runs, len(rows), _LOADED_TOKENS):
             into = rows[part]
             if self.codec is Codec.NONE:
@@ -73,7 +73,7 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class ServerPool:
-    """This server's KV and E by slot, and how both are stored."""
+    """Access to this server's KV and E by slot, with their form in storage."""
 
     rows: DeviceRows | HostRows
     e_pool: EPool
@@ -127,7 +127,7 @@ def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
 
 def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> int:
     """Return the device bytes that recomputes, loads and offloads take on each rank beside the
-    pools. They hold maps, buffers of E, and buffers for encoding and decoding."""
+    pools: for maps that correct E, buffers of E, and buffers for encoding and decoding."""
     identity = server.identity
     heads = max(1, identity.num_kv_heads * server.e_width // identity.hidden_size)
     buffered = server.e_width if server.has_blocks else 0
