@@ -41,9 +41,10 @@ class Cache:
     Entries are in this process's memory, in its tiers (such as a disk) and on peers. All memory is
     allocated at the start; `register` registers it with a device.
 
-    Thread-safe. Raises ConfigError for an address that is wrong or taken, for a bad key, for memory
-    that cannot be allocated or registered, and for a disk directory that belongs to another family,
-    is in use, or is not writable. An unreachable peer is no error: the cache tries it again later.
+    Thread-safe. Raises ConfigError for a wrong or taken address, a bad key, or memory that cannot
+    be allocated or registered. It does so, too, for a disk directory that belongs to another
+    family, is in use, or is not writable. An unreachable peer is no error: the cache tries it again
+    later.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The gate: decide which blocks a request may recompute over a sender's cache. Pure.
 
-own model      none: every layer loaded, exact, no profile needed
-another model  without a profile only lossless blocks: all layers from the first that differs, or
-             from a layer below it that has E; with a profile that passed its gate also its
-             proven plans, for prompts that are not longer than the profile measured
+own model      an empty block: every layer is loaded. The KV is exact, so no profile is needed.
+another model  without a profile: only lossless blocks, which recompute all layers from the first
+             that differs, or from a lower layer that has E. With a profile that passed its gate:
+             also its proven plans, for prompts that are not longer than the profile measured.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
 
 
 def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
-    """Index profiles by their models' ids, once at start-up: a request has no time to compute
-    ids."""
+    """Index profiles by their models' ids, once at the start: computing ids would slow requests."""
     return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
 
 
@@ -75,8 +74,7 @@ def allowed_blocks(
 
 
 def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]:
-    """Return the blocks that the gate allows with any known sender, as if each had the whole
-    prompt."""
+    """Return the blocks that the gate would allow if known senders had the whole prompt and E."""
     known = {sender for sender, receiver in profiles if receiver == demand.receiver}
     allowed: list[BlockQuality] = []
     for sender in known | demand.first_differences.keys():
@@ -112,8 +110,8 @@ def first_difference(demand: Demand, sender: ModelId, profile: PairProfile | Non
 
 
 def _lossless(demand: Demand, match: Match, profile: PairProfile | None) -> list[BlockQuality]:
-    """Allow a lossless block. It recomputes all layers from the first that differs, or from a lower
-    layer that has E."""
+    """Return the lossless blocks: each recomputes all layers from the first that differs, or from a
+    lower layer that has E. If no layer differs, the only block is empty."""
     differs = first_difference(demand, match.model, profile)
     quality = profile.full_prefill_quality if profile is not None else 1.0
     if differs == demand.num_layers:

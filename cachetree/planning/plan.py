@@ -14,7 +14,8 @@ from cachetree.ids import EMPTY_SPAN, MAX_LAYERS, Kind, Location, ModelId, Span,
 
 
 class Strategy(StrEnum):
-    """How loads and recompute share time (DroidSpeak, NSDI '26, section 4.3)."""
+    """Order of loads and recompute: load all layers first, load the reused layers first, or load
+    while recomputing (DroidSpeak, NSDI '26, section 4.3)."""
 
     EVERYTHING_FIRST = "everything_first"
     REUSED_FIRST = "reused_first"
@@ -24,8 +25,8 @@ class Strategy(StrEnum):
 class Match(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prefix of the prompt that one model has at one location.
 
-    This is a struct, because a look-up makes a match for every model. A frozen dataclass would take
-    several times as long.
+    A struct, because a look-up makes a match for every model, and a frozen dataclass takes several
+    times as long to make.
     """
 
     model: ModelId
@@ -36,7 +37,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanId(msgspec.Struct, frozen=True):
-    """A plan of a profile, independent of pages and prompt."""
+    """Identity of a plan of a profile. It does not depend on pages or prompt."""
 
     sender: ModelId
     receiver: ModelId
@@ -65,28 +66,28 @@ class Plan:
     num_layers: int
     first_difference: int = 0
     """First layer at which sender and receiver differ. The KV of lower layers is bit-identical, and
-    so is E at this layer. 0 promises nothing."""
+    so is E at this layer. 0 if layer 0 differs, or if nothing is known."""
     e_map: str = ""
-    """Digest of the map that corrects E before the block begins. Empty if no map does; an exact
-    plan never has one."""
+    """Digest of the map that corrects E before the block begins. Empty if E is not corrected, as in
+    every exact plan."""
     head: Span = EMPTY_SPAN
     """Pages directly before `pages` that the receiver computes in full, even if a cache has
     them."""
     is_lossy: bool = False
-    """Whether loaded entries are encoded with loss: then even the receiver's own are
+    """Whether loaded entries are encoded with loss. Then even the receiver's own KV is
     approximate."""
     strategy: Strategy = Strategy.PIPELINED
-    """How loads and recompute share time. Other strategies than PIPELINED are for measurements."""
+    """Order of loads and recompute. Orders other than PIPELINED are for measurements."""
 
     @property
     def id(self) -> PlanId:
-        """Id of the plan among a profile's plans, for any prompt and pages."""
+        """Id of this plan in a profile, without pages or prompt."""
         block = (self.block.start, self.block.stop) if len(self.block) else None
         return PlanId(self.sender, self.receiver, block, bool(self.e_map))
 
     @property
     def first_page(self) -> int:
-        """First page of the prompt that the device lacks."""
+        """First page that the plan provides: the first of `head` if there is one, or of `pages`."""
         return self.head.start if self.head else self.pages.start
 
     @property
@@ -102,8 +103,9 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the result is the receiver's own KV. This holds for its own cache, for a
-        recompute of every layer, and for a recompute of all layers from the first that differs."""
+        """Whether the resulting KV equals the receiver's own. It does if the sender is the receiver
+        or differs nowhere, or if all layers from the first that differs are recomputed. With lossy
+        entries, it does only if every layer is recomputed."""
         if self.is_lossy or self.sender != self.receiver:
             same = 0 if self.is_lossy else self.first_difference
             is_rest_anew = self.block.start <= same and self.block.stop == self.num_layers
@@ -129,7 +131,7 @@ class Gate(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reason why a request reuses nothing. A request with a later reason came closer to reuse.
+    """Reason why a request reuses nothing, in order: a later reason is closer to reuse.
 
     The values are labels in metrics and in `meta_info`; they never change.
     """
@@ -150,7 +152,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """Options that a request names itself. A named `block` is used whatever it costs."""
+    """Sender and block that a request asks for. Such a block is used even if it is slow."""
 
     sender: ModelId | None = None
     block: Span | None = None
@@ -158,7 +160,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The request to plan: its model, the part of its prompt that may be reused, and its limits."""
+    """The request to plan: its model, how much of its prompt may be reused, and its limits."""
 
     receiver: ModelId
     num_layers: int
@@ -187,8 +189,8 @@ class Demand:
     """Largest number of tokens that are reused by a plan with recomputed layers. Longer prefixes
     are cut."""
     max_stall_s: float | None = None
-    """Largest number of seconds that recompute and copies may take in one step. Times that are not
-    yet measured count as 0. None: no limit."""
+    """Largest number of seconds that recompute and copies may take in one scheduler step. Times
+    that are not yet measured count as 0. None: no limit."""
     max_fetch_bytes: int | None = None
     """Largest number of bytes that one plan may fetch: the size of the staging memory. None: no
     limit. Pages that this host already has do not count."""

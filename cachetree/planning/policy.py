@@ -7,14 +7,14 @@ only pages with E.
 
 The choice of a block (DroidSpeak, NSDI '26, appendix B) depends on the queue:
 
-    requests wait           the block that recomputes the fewest layers
-    none waits, a target    the block that recomputes the most within the TTFT target
-    none waits, no target   the recommended block
+    requests wait               the block that recomputes the fewest layers
+    queue empty, TTFT target    the block that recomputes the most within the TTFT target
+    queue empty, no target      the recommended block
 
-Without a target the choice is among blocks that are nearly as fast as the fastest, because over a
-slow link more recomputed layers may be faster. A plan predicted to be no faster than full prefill
-is not used. A prediction has a margin for a late transfer or a slow recompute, not for both: nine
-in ten recent times were within it (`Margin`). Costs that are not measured yet count as zero.
+Without a target, or if requests wait, the choice is among blocks that are nearly as fast as the
+fastest: over a slow link more recomputed layers may be faster. A plan predicted to be no faster
+than full prefill is not used. A prediction allows for a late transfer or a slow recompute, not for
+both (see `Margin`). Costs that are not measured yet count as zero.
 """
 
 from __future__ import annotations
@@ -59,12 +59,11 @@ class _Option:
     all pages."""
     quality: float
     miss: NoReuse | None = None
-    """Reason why the option cannot be taken, whatever the other options are. None: it can be
-    taken."""
+    """Reason why the option cannot be taken. None if it can."""
     ttft_s: float | None = None
     """TTFT predicted for the whole prompt; None while the device's speed is unknown."""
     saving: float = 0.0
-    """Saving in seconds; in tokens times layers while the device's speed is unknown."""
+    """Saved seconds; saved tokens times layers while the device's speed is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,8 @@ class Considered:
 
     @property
     def full_prefill_s(self) -> float | None:
-        """Predicted seconds to prefill the tokens that the device lacks. None while its speed is
-        unknown."""
+        """Predicted seconds to prefill all tokens that the device lacks. None while the device's
+        speed is unknown."""
         start = self.demand.num_held * self.demand.page_size
         return full_prefill_s(Span(start, self.demand.num_tokens), self.costs.prefill)
 
@@ -190,8 +189,8 @@ def choose(
 
 
 def _rank(option: _Option, demand: Demand) -> tuple[bool, float, bool, int, float]:
-    """Return a key that ranks options by saving. Among equal savings, exact, near and high-quality
-    options come first."""
+    """Return a key that ranks options: first those that meet the TTFT target, then by saving. Among
+    equal savings, exact options come first, then near ones, then those of high quality."""
     meets = _meets(option, demand)
     return (
         meets,
@@ -222,12 +221,12 @@ def _options(
 
 
 def _few_left(demand: Demand, num_on_device: int) -> Reason:
-    """Return the reason why too few pages are left to load."""
+    """Return the reason for too few pages to load: the device has them, or the prefix is short."""
     return Reason.ON_DEVICE if num_on_device >= demand.min_pages else Reason.TOO_SHORT
 
 
 def _whole_plan(demand: Demand, match: Match, quality: BlockQuality, first_difference: int) -> Plan:
-    """Make the plan for all pages, whether or not they have E."""
+    """Make the plan for all pages of the match, even if some lack E."""
     stop = min(match.num_pages, demand.num_pages)
     plan = Plan(
         sender=match.model,
@@ -254,8 +253,8 @@ def _whole_plan(demand: Demand, match: Match, quality: BlockQuality, first_diffe
 def _fitted(
     option: _Option, demand: Demand, match: Match, starts: Sequence[int], costs: Costs
 ) -> _Option:
-    """Cut the plan to the pages that it can take, and predict its times. `starts`, for the error's
-    text, are the layers at which the allowed blocks start."""
+    """Cut the plan to the pages that have E and fit the limits, and predict its times. If too few
+    are left, set `miss`. Its text names `starts`, the layers at which the allowed blocks start."""
     plan, start, stop = option.plan, option.plan.pages.start, option.plan.pages.stop
     with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
     staged = min(with_e, start + _most_staged_pages(demand, plan, costs))
@@ -281,7 +280,7 @@ def _fitted(
 
 
 def _priced(option: _Option, demand: Demand, costs: Costs) -> _Option:
-    """Predict the option's TTFT and saving, with the prefill of the rest of the prompt."""
+    """Predict the option's saving, and its TTFT with the prefill of the rest of the prompt."""
     plan, page_size, num_tokens = option.plan, demand.page_size, demand.num_tokens
     times = times_of(plan, page_size, costs)
     head = Span(plan.head.start * page_size, plan.head.stop * page_size)
@@ -324,8 +323,7 @@ def _meets(option: _Option, demand: Demand) -> bool:
 
 
 def _most_staged_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
-    """Return how many pages fit into the memory for fetches. All pages if the plan fetches
-    nothing."""
+    """Return how many pages fit into the staging memory. All pages if the plan needs no staging."""
     is_there = plan.location == LOCAL or is_pool(plan.location)
     if is_there or demand.max_fetch_bytes is None:
         return demand.num_pages
@@ -338,8 +336,8 @@ def _first_pages(plan: Plan, num_pages: int) -> Plan:
 
 
 def _most_pages_of_a_step(demand: Demand, plan: Plan, costs: Costs) -> int:
-    """Return how many pages one step may recompute and copy. All pages if recompute and copies take
-    no time."""
+    """Return how many pages one scheduler step may recompute and copy, by `max_recompute_tokens`
+    and `max_stall_s`."""
     most = [demand.num_pages]
     if layers_of_work(plan) and demand.max_recompute_tokens is not None:
         most.append(demand.max_recompute_tokens // demand.page_size)

@@ -26,7 +26,7 @@ class Costs:
 @dataclass(frozen=True, slots=True)
 class Times:
     wait_s: float
-    """Seconds until the block may begin, in which the device does nothing for the request."""
+    """Seconds until the block may begin. Until then the device does nothing for the request."""
     ttft_s: float
     """Seconds until the KV of all pages is on the device."""
 
@@ -50,8 +50,7 @@ class Patience:
         return self.saving_s + self.wait_s
 
     def limit_s(self, num_landed: int) -> float:
-        """Longest wait in seconds, if `num_landed` bytes have arrived and the next frame has
-        not."""
+        """Longest wait in seconds since the fetch began, while only `num_landed` bytes arrive."""
         due_s = self.link.fixed_s + self.link.seconds(num_landed + self.link.frame_bytes)
         return self.saving_s + min(self.wait_s, due_s)
 
@@ -59,9 +58,9 @@ class Patience:
 def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     """Predict the plan's times. None while the device's speed is unknown.
 
-    E is transferred first, then the transfer of KV overlaps the block. The block's last layer
-    counts as no work, because only its K and V are computed. Copies to the device count, and copies
-    of KV overlap the block. The forward over new tokens is not included.
+    E is transferred first. Then KV is transferred while the block is recomputed. The block's last
+    layer counts as no work, because only its K and V are computed. Copies to the device take time,
+    too; copies of KV overlap the block. The forward over new tokens is not included.
     """
     compute_s = recompute_s(plan, page_size, costs.recompute)
     if compute_s is None or costs.recompute is None:

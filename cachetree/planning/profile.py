@@ -1,6 +1,6 @@
 """The pair profile: the verdict of an offline run about one (sender, receiver) pair.
 
-A file holds the profile and the evidence for it (`profiles.evidence`). Servers read this part.
+A profile's file also has the evidence for the verdict (`profiles.evidence`), which servers ignore.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A profile as the profiler writes it and servers read it. Servers ignore unknown fields, but
     refuse unknown versions.
 
-    `passed` is the gate: a server reuses a pair only if its profile passed.
+    Servers use `blocks` only if the profile passed. The `lossless` block needs no pass.
     """
 
     version: int
@@ -89,19 +89,19 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     """Largest accepted loss, relative to full prefill (0.05 = 5 %)."""
     blocks: tuple[BlockQuality, ...]
-    """Blocks that a server may use: all layers, and the plans proven one after the other to be
-    within the tolerance at every task (`profiles.stats.gate`)."""
+    """Blocks that a server may use: the block of all layers, and the blocks that the gate has
+    proven to lose at most `tolerance` at every task (`profiles.stats.gate`)."""
     recommended: BlockQuality | None
-    """Block among `blocks` that computes least. None if the pair did not pass."""
+    """Block among `blocks` that recomputes the fewest layers. None if the pair did not pass."""
     passed: bool
     reason: str
     """One sentence for people on why the gate passed or failed."""
     first_difference: int = 0
     """First layer at which the two models' tensors differ; the profiler compares them byte by byte.
-    Below it their KV is bit-identical. 0 promises nothing."""
+    Below it their KV is bit-identical. 0 if layer 0 differs, or if nothing is known."""
 
     measured_tokens: int | None = None
-    """Length in tokens, in whole pages, of the longest prompts for which servers use the profile.
+    """Number of tokens, in whole pages, of the longest prompts for which servers use the profile.
     At least 20 held-out contexts reach this length, or all contexts if there are fewer. The loss of
     reuse grows with the length. None if a profile does not say."""
 
@@ -177,7 +177,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_usable(self) -> bool:
-        """Return whether a server may reuse the pair: it passed its gate, or needs none."""
+        """Return whether a server may use the profile: it has passed, or has a lossless block."""
         return self.passed or self.lossless is not None
 
     def transition_layers(self) -> frozenset[int]:
@@ -189,7 +189,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Models, each trained from the one before it, and the measured distances between them."""
+    """Models, each trained from the one before it, and the distances between their weights."""
 
     models: tuple[ModelIdentity, ...]
     names: tuple[str, ...]
@@ -202,8 +202,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return " → ".join(self.names)
 
     def excess(self, change: Sequence[float]) -> str:
-        """Say where `change` is larger than all measured changes of weights. Empty if, for one
-        measured pair, `change` is no larger at any layer."""
+        """Describe a layer at which `change` is larger than the measured change of weights. Empty
+        if, for one measured pair of the line, `change` is no larger at any layer."""
         beyond = [_farthest(change, proven) for proven in self.distances]
         changed, proven, place = min(beyond, key=lambda it: it[0] - it[1])
         if changed <= proven:
@@ -216,8 +216,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _farthest(change: Sequence[float], proven: Sequence[float]) -> tuple[float, float, int]:
-    """Return the change and the proven change at the layer that exceeds its proven change most, and
-    that layer's index."""
+    """Find the layer at which `change` exceeds `proven` most. Return both values there, and the
+    layer's index plus 1 (0: the embeddings)."""
     places = zip(change, proven, range(len(change)), strict=True)
     return max(places, key=lambda it: it[0] - it[1])
 
@@ -267,7 +267,7 @@ def read_profile(path: Path) -> PairProfile:
 
 
 def read_profile_as(schema: type[Schema], path: Path) -> Schema:
-    """Read those parts of a profile that `schema` has. Raises ProfileError like `read_profile`."""
+    """Read the fields of a profile that `schema` has. Raises ProfileError like `read_profile`."""
     try:
         raw = path.read_bytes()
     except OSError as exc:
@@ -321,7 +321,7 @@ def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:
 
 
 def write_profile(profile: PairProfile, path: Path) -> None:
-    """Replace the file as a whole: a reader sees either the old profile or the new one."""
+    """Write a profile. A reader of the file sees either the whole old one or the whole new one."""
     with replacing(path) as fresh:
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=0))
 

@@ -11,18 +11,18 @@ from math import ceil, inf, log2
 from typing import Final
 
 SECONDS_PER_TOKEN: Final = 1e-4
-"""Seconds per token of an 8B model on one GPU. They are assumed until the device is measured; until
-then, only ratios matter."""
+"""Seconds per token of an 8B model on one GPU, assumed until the device is measured. Until then
+only the ratio of two costs matters."""
 _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds of a prefill, per pass: a sum of at least `least_s`, multiplied by a factor.
+    """Cost of a prefill. A pass takes the following seconds, at least `least_s`, times a factor:
 
     `fixed_s + token_s * tokens + context_s * tokens * (mean tokens before each)`
 
-    The factor, from `curve`, says how recent passes of about this length differed from the sum.
+    The factor, from `curve`, is observed / predicted for recent passes of about this length.
     """
 
     least_s: float = 0.0
@@ -38,7 +38,7 @@ class PrefillCost:
     most_tokens: float = inf
     """Largest number of tokens of one pass; more tokens take several passes."""
     known_tokens: float = inf
-    """Tokens of the longest pass that was measured."""
+    """Tokens of the longest measured pass. The costs of longer passes count as unknown."""
     curve: tuple[tuple[float, float], ...] = ()
     """Points (log2 of tokens, observed / predicted), ascending. The curve is linear between two
     points, and flat beyond the last."""
@@ -85,12 +85,12 @@ class Link:
     gets as many bytes as the new one, or all bytes that it still needs.
 
     A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes (B + A +
-    min(r1, B) + min(r2, B) + ...) × byte_s.
+    min(r1, B) + min(r2, B) + ...) × byte_s × margin, without `fixed_s`.
     """
 
     byte_s: float
     fixed_s: float = 0.0
-    """Least seconds of any fetch: a round trip, and the time until its end is seen."""
+    """Least seconds of any fetch: a round trip, and the time until the server notices the end."""
     margin: float = 1.0
     """Safety factor on predicted times, from recent transfers (see `Margin`)."""
     backlog: Sequence[int] = ()
@@ -104,7 +104,7 @@ class Link:
     """Seconds per byte from host memory into the device's KV slots."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds until that many bytes of a new fetch have arrived, without `fixed_s`."""
+        """Seconds until `num_bytes` of a new fetch have arrived, without `fixed_s`."""
         return self.margin * self.byte_s * self._carried(num_bytes)
 
     def rest_s(self, elapsed_s: float, num_landed: int, num_bytes: int) -> float:

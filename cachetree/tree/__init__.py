@@ -9,7 +9,7 @@ Rules of this package
       part is KV of all layers, or E of one layer. A key in a node is also in every node above it.
       So the last node with a key ends that key's prefix. A node without entries has no children,
       and is removed.
-    - Local E is only in nodes with local KV of the same model, and leaves before that KV.
+    - Local E is only in nodes with local KV of the same model, and is evicted before that KV.
     - A local entry is the exact KV or E of its pages. A remote entry is only a location's claim.
     - No key has the same page in two nodes. A wrong advert may put a page into a second node, under
       other keys; the search then looks for the node with the wanted key.
@@ -30,10 +30,10 @@ How it works
              that another reservation has published meanwhile.
     lease    Hold entries until `release` or the deadline. Views taken before stay readable, because
              the pool of memory does not lend viewed bytes again.
-    evict    The least recently used entry without children leaves first. Only the last entry of a
-             used prefix notes the use; an evicted entry passes it on to its parents.
-    remote   Workers and tiers add and drop entries for their location. Beyond a location's limit,
-             its least recently used entries are dropped, a prompt's last pages first.
+    evict    The least recently used entry without children is evicted first. Only the last entry of
+             a used prefix notes the use. An evicted entry passes its use on to its parents.
+    remote   Workers and tiers add and drop entries for their location. If a location has more pages
+             than its limit, its least recently used entries are dropped, a prompt's last first.
 
 Long work (eviction of a prefix, forgetting a location, a snapshot) is done in slices; between
 slices other threads get the lock.
@@ -41,19 +41,19 @@ slices other threads get the lock.
 Why not otherwise
 
     - One tree per model would need one walk per model, for the same pages of the same prompt.
-    - A use could move the entry and all entries above it in a list. This costs a step per node,
-      with the lock held. To raise one number at the last entry costs nothing until an eviction.
+    - A use could move all entries of the prefix to the end of a list. This takes a step per node,
+      with the lock held. Instead a use raises one number, at the last entry.
     - A lock per node would allow parallel walks. Python runs one thread at a time anyway, and a
       walk takes microseconds.
-    - E could be a part of the KV entry. But only some layers have E, and E should leave first.
+    - E could be a part of the KV entry. But only some layers have E, and E is evicted first.
     - Eviction could move an entry to disk. `cachetree.disk` writes entries when they are added, for
       reasons that `DiskTier` states.
 
 What could be better
 
     - Eviction takes whole nodes of one key, even if fewer pages would make enough room.
-    - Python's lock is not fair, so long work has to pause between slices.
-    - A match looks at every key of the nodes that it meets. So a peer may have only some models.
+    - Python's locks do not serve waiting threads in order, so long work pauses between slices.
+    - A match looks at every key of the nodes on its walk. So a peer's number of models is limited.
 """
 
 from cachetree.tree.entries import Change

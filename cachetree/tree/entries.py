@@ -32,7 +32,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     pages: tuple[PageHash, ...]
 
     def slice(self, pages: Span) -> Change:
-        """Return the change for some of its pages only. Page 0 is its first page."""
+        """Return the same change for only some of its pages. Page 0 is the change's first page."""
         if len(pages) == len(self.pages):
             return self
         return Change(  # five times as fast as `replace`
@@ -89,11 +89,10 @@ class RemoteEntry:
         self.node: Final = node
         self.key: Final = key
         self.source: Final = source
-        """Object by which the location names these pages, such as a file. The tree does not read
+        """Object with which the location finds these pages, such as a file. The tree does not read
         it."""
         self.order: Final = order
-        """Entries of this location, least recently used first. Those with children may be
-        missing."""
+        """Entries of this location, least recently used first; some with children are missing."""
         self.num_children = 0
         """Number of child nodes that have an entry of the same key."""
 

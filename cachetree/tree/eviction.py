@@ -47,8 +47,7 @@ class Eviction:
 
     Each use gives the entry a larger number, and does not touch the queue. If an entry reaches the
     front with an outdated number, it is queued again with its present number. If it has children or
-    is held, it leaves the queue until `free` adds it again. So no search meets an entry twice in
-    vain.
+    is held, it leaves the queue until `free` adds it again.
 
     An item with the largest number so far is appended to `_line`. All other items go into a heap.
     With all items in the heap, an eviction takes a fifth longer.
@@ -65,7 +64,7 @@ class Eviction:
         self._num_put = 0
 
     def add(self, last: LocalEntry) -> None:
-        """Queue the last of the new entries of a prefix, and count it as used now."""
+        """Queue the last entry of a new prefix, and count it as used now."""
         self.use((last,))
         self.free(last)
 
@@ -79,7 +78,7 @@ class Eviction:
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
         """Move the last use from `head` to `tail`, the second part of an entry that was cut in two.
-        `tail` has all children now.
+        Only `tail` has children of the whole entry.
 
         If `tail` may be evicted, the caller calls `free` next.
         """

@@ -102,7 +102,7 @@ class Reservation(Hold):
     ) -> None:
         super().__init__(stop)
         self.change: Final = change
-        """Addition that `commit` publishes, without pages that others have published before."""
+        """Addition that `commit` publishes, except pages that other reservations publish first."""
         self.pages: Final = change.pages
         """New pages, for which there is room. Empty if the model has all pages already."""
         self.skipped: Final = skipped
@@ -188,7 +188,7 @@ class Holds:
         return self._bytes_with(self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
-        """Return whether all holds together keep at most `num_bytes`."""
+        """Return whether leases, reservations and pins together keep at most `num_bytes`."""
         # Pins are many and seldom change. `num_pinned_bytes` may count bytes that other holds keep,
         # too. So count again, pin by pin, only if the quick sum is too much.
         return self.num_pinned_bytes + self._bytes_with(()) <= num_bytes or (

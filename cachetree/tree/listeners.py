@@ -12,11 +12,11 @@ Listener = Callable[[Change], None]
 
 
 class ChangeListeners:
-    """Two lists of functions that the tree calls after a change, with its lock held.
+    """Two lists of functions that the tree calls at each change, with its lock held.
 
-    Listeners of memory get each local entry that is added or removed. Listeners of kept entries
-    count memory and disk as one place. They get an addition, perhaps twice, and a removal when the
-    entry has left both.
+    Listeners in `of_memory` get each local entry that is added or removed. For listeners in
+    `of_kept`, memory and disk are one place. They get an addition, perhaps twice, and a removal
+    when the entry has left both.
     """
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class ChangeListeners:
                 listener(change)
 
     def noted(self, entry: RemoteEntry, *, added: bool) -> None:
-        """Report the addition or removal of an entry that is on disk and not in memory. Additions
-        are reported afterwards, parents first; removals before, children first."""
+        """Report the addition or removal of an entry that is on disk and not in memory. Call it
+        after an addition, parents first, and before a removal, children first."""
         if self.of_kept and _is_on_disk_alone(entry):
             for listener in self.of_kept:
                 listener(entry.change(added=added))

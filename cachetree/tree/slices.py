@@ -13,8 +13,8 @@ T = TypeVar("T")
 SLICE: Final = 16
 """Number of steps in one slice. Most steps look at one node."""
 _PAUSE_S: Final = 50e-6
-"""Seconds between two slices. Without a pause, waiting threads might not get the lock, because a
-lock is not fair."""
+"""Seconds between two slices. Without a pause, the next slice would often take the lock before
+threads that wait."""
 
 
 def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE) -> Iterator[T]:

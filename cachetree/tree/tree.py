@@ -25,7 +25,7 @@ from cachetree.tree.trie import PageTrie, depth_of, find_matches, nodes_to
 
 _RETENTION: Final = Retention()
 _EVICTIONS: Final = SLICE // 2
-"""Evictions in one slice. An eviction takes twice as long as a look at a node."""
+"""Number of evictions in one slice: an eviction takes twice as long as a look at a node."""
 _MOST_SWEPT: Final = 512
 """Largest number of entries past their time to live that one sweep evicts. They take some 30 ms."""
 
@@ -56,8 +56,8 @@ class CacheTree:
         self._eviction = Eviction(retention.ttl_s, clock)
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
-        """Nodes directly below the root, by their first page. The dict is never replaced, because
-        the root is never split."""
+        """Nodes directly below the root, by their first page. It stays the same dict, because the
+        root is never split."""
         max_pinned_bytes = int(retention.max_pinned_share * host_bytes)
         self._holds = Holds(self._trie, self._eviction, max_pinned_bytes)
         self._listeners = ChangeListeners()
@@ -277,8 +277,8 @@ class CacheTree:
         return matches
 
     def num_there(self, pages: Sequence[PageHash]) -> int:
-        """Return how many leading `pages` any model has at any location. Each page is compared, so
-        `pages` need not be a prompt's."""
+        """Return how many leading `pages` any model has at any location. Compares every page,
+        because the caller's `pages` may be no prompt's."""
         with self._lock:
             return depth_of(self._trie.compared_prefix(pages))
 
@@ -319,7 +319,7 @@ class CacheTree:
     # Called by a handle that ends.
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
-        """Publish the reservation's pages if `is_commit`, and give back all other room."""
+        """Publish the reservation's pages if `is_commit`. Give back the memory of all others."""
         if not reservation.pages:
             return
         with self._lock:
@@ -342,7 +342,8 @@ class CacheTree:
     # Called with the lock held: how local entries are added within the budget, and removed.
 
     def _begin(self, reservation: Reservation) -> bool:
-        """Evict until the slab fits. If it cannot, only end the reservation, and return False."""
+        """Evict until the slab fits the budget. If it cannot, end the reservation. Return
+        success."""
         self._holds.open.add(reservation)
         too_many = self.num_bytes + reservation.slab.num_bytes - self.host_bytes
         if too_many > 0:

@@ -108,8 +108,8 @@ class PageIndex:
                 self._more[page] = ids[1:]
 
     def num_free(self, pages: Sequence[PageHash], node: Node | None, is_own: Has) -> int:
-        """Return how many leading `pages` a node may have: up to the first page of another node for
-        which `is_own` is true. `node` is this node, which has `pages`; None: a new node."""
+        """Return how many leading `pages` one node may have, because no other node for which
+        `is_own` is true has them. `node` has `pages`, or is None for a new node."""
         known = self._ids if node is None else self._more
         if not known.keys().isdisjoint(pages):
             for at, page in enumerate(pages):
@@ -136,7 +136,7 @@ class PageTrie:
 
     A page hash covers all earlier pages of the prompt. So a page has one right place, and an index
     finds that place without a walk. A wrong advert may put the page into a second place, under
-    other keys. Methods with `has` find the place with the wanted key: no key has a page twice.
+    other keys. Methods with `has` find the place with the wanted key, which is unique.
     """
 
     def __init__(self, eviction: Eviction) -> None:
@@ -159,7 +159,7 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """Return the end of the longest prefix of `pages` that the tree has directly after
+        """Return the last place of the longest prefix of `pages` that the tree has directly after
         `parent`. Return `parent` if the tree lacks even the first page.
 
         `has` limits the search to nodes for which it is true. It must then also be true for all
@@ -209,7 +209,7 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """Search as `longest_prefix` does, but compare every page: `pages` may be no prompt's."""
+        """Search as `longest_prefix` does, but trust no hash in `pages`: compare every page."""
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         pages, num = tuple(pages), 0
         while num < len(pages):
