@@ -3,7 +3,7 @@
 Physics, with n prefix and m suffix tokens:
 
     full layer over the prefix    a call, matrix products (n), causal attention (n²)
-    K and V alone of a layer      a pass's rotation, then norm and projections (n)
+    only K and V of a layer       a pass's rotation, then norm and projections (n)
     suffix, all layers and head   the weights read once, products (m), attention to the past (m n)
     load                          a copy's start, and bytes at the bandwidth of host to device
 

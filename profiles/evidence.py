@@ -95,9 +95,9 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     mean_suffix_tokens: float
     """Mean number of prompt tokens behind the prefix."""
     sender: Interval
-    """Quality of the sender alone."""
+    """Quality of the sender's own answers."""
     full_prefill: Interval
-    """Quality of the receiver alone."""
+    """Quality of the receiver's answers by full prefill."""
     full_reuse: Interval
     """Quality of the receiver with the sender's KV at all layers."""
 
@@ -150,7 +150,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out contexts that measured alternatives, and plans that the gate does not judge."""
+    """Held-out contexts for measuring alternatives, and plans that the gate does not judge."""
 
     num_contexts: int
     full_prefill: float
@@ -216,8 +216,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: BaselineKind
     recomputed_layers: float
-    """Work, as a number of the receiver's layers. A share of the tokens counts as this share of all
-    layers."""
+    """Work, as a number of the receiver's layers. A share of the tokens counts as the same share of
+    all layers. A smaller model counts by its time."""
     runs: tuple[tuple[int, int], ...]
     """Recomputed layers, with a span for each run. Empty for baselines that do not choose
     layers."""
@@ -235,7 +235,7 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
     tokens.
 
     one layer over n tokens       layer_s + n * layer_token_s + n * n * layer_token2_s
-    K and V alone of one layer    kv_s + n * kv_token_s
+    only K and V of one layer     kv_s + n * kv_token_s
     suffix, all layers and head   suffix_s + m * suffix_token_s + m * n * suffix_token2_s
     load of b bytes               load_s + b * load_byte_s
     """
@@ -287,7 +287,7 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         )
 
     def full_prefill_s(self, num_tokens: int, num_suffix: int) -> float:
-        """TTFT of the receiver alone: prefix and suffix in one pass."""
+        """TTFT of a full prefill: prefix and suffix in one pass."""
         return self.layers_s(num_tokens + num_suffix, self.num_layers)
 
     def ttft_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:

@@ -32,7 +32,7 @@ FOLLOWED: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecasts of the seconds that a run's parts take, for one receiver."""
+    """Forecasts how long the steps of a run take, from one receiver's cost model."""
 
     costs: CostModel
     head_layers: float

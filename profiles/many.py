@@ -47,7 +47,7 @@ PAGE: Final = "index.html"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Facts about models of one shape, known before any pair is measured."""
+    """Times and sizes of models of one shape, known before any pair is measured."""
 
     costs: CostModel
     head_layers: float

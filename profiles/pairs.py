@@ -152,8 +152,8 @@ def pairs_of(
 
 
 def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, int]]:
-    """For each pair of a context's first reader and a later one, count the later reader's prompts
-    and the tokens of their contexts."""
+    """Count the prompts of later readers of contexts, and the tokens of these contexts, for each
+    first reader and later reader."""
     reads: dict[tuple[str, str], tuple[int, int]] = {}
     for context in contexts:
         first = min(context.asked, key=lambda of: of.number).model

@@ -1,5 +1,5 @@
-"""Load the documents that the settings name: those that choose plans, fit maps of E, judge plans,
-and ask the smaller model."""
+"""Load the documents that the settings name: for choosing plans, for fitting maps of E, for judging
+plans, and for the smaller model."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from cachetree.planning import EMap
 from profiles.compute.study import DocumentPasses
 
 PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
-"""Penalties to try, relative to the mean variance of a column of E."""
+"""Ridge penalties to try, relative to the mean variance of a column of E."""
 NUM_FITTED: Final = 36
 """Largest number of contexts of each task on which maps of E are fitted."""
 TRYING: Final = 4
@@ -60,7 +60,7 @@ class Moments:
         return self._squares / norm
 
     def solve(self, penalty: float) -> Correction:
-        """Return the map of E that these sums give with this penalty."""
+        """Return the map of E with the least squared error on these sums plus penalty (ridge)."""
         sums = self._sums.double()
         hidden = sums.shape[0] - 1
         mean = sums[hidden] / sums[hidden, hidden]

@@ -175,7 +175,7 @@ class LayeredModel:
         return made, e
 
     def _begin(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the positions of a whole prefix's tokens, and their rotation."""
+        """Return the positions of a whole prefix's tokens, and RoPE's sines and cosines."""
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
         return positions, self._rotary(hidden, positions)
 
@@ -322,7 +322,7 @@ class _OnlyKV(_Keep):
 
 
 class _Replace(_Keep):
-    """A cache of one layer that replaces some tokens of a whole prefix's KV."""
+    """A cache of one layer that puts new KV of some tokens into the KV of a whole prefix."""
 
     def __init__(self, past: KV, chosen: Tensor) -> None:
         self.kv, self._chosen = past, chosen

@@ -52,7 +52,7 @@ class Room:
     rows: int
     """Number of batch rows that go through a layer together."""
     positions: int
-    """Number of tokens that may have a distribution over the vocabulary at the same time."""
+    """Number of next-token distributions over the vocabulary that exist at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Sizes:
     seen: int
     """Bytes that each key takes in one query's mask, while the mask is made."""
     distribution: int
-    """Bytes of one distribution over the vocabulary, and of its comparison with another."""
+    """Bytes of one next-token distribution, and of its comparison with another."""
     choice: int
     """Bytes of one distribution from which the next token is chosen."""
     sums: int

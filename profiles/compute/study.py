@@ -37,8 +37,8 @@ FIRST_NEW: Final = 2
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25
-"""CacheBlend recomputes at most this share more tokens at layer 1 than layers 1 to the last do on
-average, and as many fewer at the last layer."""
+"""CacheBlend recomputes at most this share more tokens at layer 1 than on average over layers 1 to
+the last, and as many fewer at the last layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,8 @@ class DocumentPasses:
         return self.receiver.recompute(e, layers)
 
     def blend(self, share: float) -> PrefixKV:
-        """Return the sender's KV after the receiver has recomputed tokens as CacheBlend does, for
-        this share of a full prefill's work."""
+        """Return the sender's KV in which the receiver has recomputed tokens as CacheBlend does.
+        `share` is the work, as a share of a full prefill's."""
         self.count += 1
         num_kept = tokens_kept(share, len(self.ids), self.receiver.num_layers)
         return self.receiver.blend(self.ids, num_kept, self.theirs)
@@ -261,9 +261,9 @@ def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
 
 
 def tokens_kept(share: float, num_tokens: int, num_layers: int) -> list[int]:
-    """Return how many tokens each layer recomputes in CacheBlend, for this share of a full
-    prefill's work. The first layer recomputes all tokens. Later layers recompute fewer and fewer:
-    from a quarter above their mean to a quarter below."""
+    """Return how many tokens each layer recomputes in CacheBlend if the work is `share` of a full
+    prefill's. The first layer recomputes all tokens. Later layers recompute fewer and fewer, from
+    `FILTERED` above their mean to `FILTERED` below."""
     mean = max(0.0, share * num_layers - 1) / max(1, num_layers - 1)
     slope = min(FILTERED, (1 - mean) / mean) if mean else 0.0
     steps = [1 - 2 * i / max(1, num_layers - 2) for i in range(num_layers - 1)]

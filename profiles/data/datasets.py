@@ -3,7 +3,7 @@
 data.jsonl            records in LongBench's fields
 directory             of LongBench's files: hotpotqa.jsonl, …
 longbench:hotpotqa    from the user's folder of data sets, or else from the Hugging Face hub
-gsm8k, gsm8k:FILE     GSM8K, from these places or from a file
+gsm8k, gsm8k:FILE     GSM8K, from the same two places, or from a file
 log:FILE              a server's request log (`profiles.data.logs`)
 """
 

@@ -107,8 +107,8 @@ def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
 
 
 def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
-    """Group prompts into contexts, in the order of their tokens. Prompts that share less than a
-    page with others are left out, and so are repeated prompts of one model."""
+    """Group prompts that begin alike, sorted by their tokens. Left out are prompts that share less
+    than a page with every other prompt, and repeated prompts of one model."""
     first = {(it.ids, it.model): it for it in reversed([*asked])}
     ordered = [first[it] for it in sorted(first)]
     shares = [0, *(_num_shared(*pair) for pair in pairwise(ordered)), 0]

@@ -103,8 +103,8 @@ def f1(prediction: str, answer: str) -> float:
     """F1 of the words of both texts, in any order.
 
     Two texts without any word are equal here, as in SQuAD 2; LongBench counts 0. If normalising
-    removes the whole answer ("A" of a multiple choice), articles count, and then punctuation:
-    LongBench and SQuAD lose such an answer.
+    removes the whole answer ("A" of a multiple choice), articles count, and then punctuation.
+    LongBench and SQuAD do not see such an answer.
     """
     ways = normalised_tokens, _with_articles, str.split
     words = next((it for it in ways if it(answer)), normalised_tokens)

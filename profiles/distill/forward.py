@@ -118,7 +118,7 @@ class Branches:
 
 
 class KeptKV:
-    """Stores documents' KV in a folder of bounded size. KV without room is computed each time."""
+    """Stores documents' KV in a folder of bounded size. KV that does not fit is computed again."""
 
     def __init__(self, folder: Path, max_bytes: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +156,8 @@ class Reader:
         self.model, self._ends, self._kept_kv, self._as_base = model, ends, kept_kv, as_base
 
     def along(self, lesson: Lesson, questions: Sequence[int], answers: Sequence[Tokens]) -> Tensor:
-        """Return the logits before every token of `answers`, `[tokens, vocabulary]`. They answer
-        the lesson's questions with the indices `questions`."""
+        """Return the logits before every token of `answers`, `[tokens, vocabulary]`. `questions`
+        has the indices of the questions that `answers` answer."""
         tokens = [
             (*lesson.after(it), *answer[:-1]) for it, answer in zip(questions, answers, strict=True)
         ]

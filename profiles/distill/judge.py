@@ -3,7 +3,7 @@
     teacher   reads the whole prompt itself
     student   reads the base's KV up to the invocation, as a server that reuses does
 
-An answer is compared with the data's answers, or with the teacher's if the question has none.
+Answers are compared with the data's. If a question has none, the teacher's answer counts.
 """
 
 from __future__ import annotations

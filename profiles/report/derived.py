@@ -99,7 +99,7 @@ class Way:
 
 
 def ways(profile: MeasuredProfile) -> Iterator[Way]:
-    """Yield full prefill, full reuse, the sender alone, and the alternatives to plans."""
+    """Yield full prefill, full reuse, the sender's own answers, and the alternatives to plans."""
     split, num_layers = profile.held_out, profile.receiver.num_layers
     reuse_s = profile.costs.ttft_s((), *split.mean_lengths)
     full, reuse, mean = "full prefill", "full reuse", split.full_prefill.mean
@@ -115,7 +115,7 @@ def ways(profile: MeasuredProfile) -> Iterator[Way]:
 
 
 def shown_on(profile: MeasuredProfile) -> str:
-    """Say how many contexts measured the plans that the gate does not judge."""
+    """Say on how many contexts the profiler measured plans that the gate does not judge."""
     shown = (it.shown for it in profile.baselines if it.shown)
     number, whole = next((it.num_contexts for it in shown), "few"), profile.held_out.num_contexts
     return f"{number} of the {whole:,} held-out contexts"

@@ -87,7 +87,7 @@ class Choice:
 
 
 def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
-    """Return the plans that begin or end one layer earlier or later than one of these, sorted by
+    """Return plans that begin or end one layer earlier or later than one of `plans`, sorted by
     start and stop. A map corrects E only at its own layer, so a plan with a map keeps its start."""
     plan_at = {}
     for plan in plans:
@@ -126,8 +126,8 @@ def choose(
     most: int = MOST_TRIED,
     most_contexts: int = MOST_CONTEXTS,
 ) -> Choice:
-    """Choose from plans that recompute fewer than all layers and have answered all training
-    questions.
+    """Choose the plans that the gate tries. All of `plans` recompute fewer than all layers, and
+    have answered all training questions.
 
     `tasks` has the indices of each task's contexts. As in the gate, a plan's worst task decides. A
     plan is expected to pass if `most_contexts` contexts like these would prove it at that task.
@@ -178,9 +178,9 @@ def qualities_of(scores: Scores) -> list[list[float]]:
 def baselines(
     frontier: Sequence[Candidate], recommended: Candidate | None, ranking: Sequence[int]
 ) -> list[Candidate]:
-    """Make alternatives of the same sizes as the frontier's plans. `ranking` has all layers, the
-    most sensitive first. A plan that corrects E is not split, because its map fits only the layer
-    where the plan begins."""
+    """Make alternatives that recompute as many layers as plans of the frontier do. `ranking` has
+    all layers, the most sensitive first. A recommended plan that corrects E is not split: its map
+    fits only E at the plan's first layer."""
     num_layers = len(ranking)
     sizes = spread([len(it) for it in frontier if len(it) < num_layers])
     sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})

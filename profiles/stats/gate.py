@@ -76,8 +76,8 @@ _AT_ONCE: Final = 100
 _SEED: Final = 0
 
 _BETS: Final = np.array([0.95, 0.8, 0.5, 0.25])
-"""Bets, as shares of the stake. A bet loses this share on a context at which the plan loses all
-quality. A bet of 1 would be ruined by one such context."""
+"""Bets of the module's docstring, as shares of a stake. If a plan loses all quality on a context,
+a bet loses this share of its stake. One such context would ruin a bet of 1."""
 _STAKES: Final = np.array([0.4, 0.35, 0.15, 0.1])
 """Stake of each bet at the start. Together they are 1."""
 _STEPS: Final = 1_000_000
@@ -306,8 +306,8 @@ def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:
 
 
 def contexts_lacking(plan: FrontierPoint, split: Split, tolerance: float) -> int | None:
-    """Return how many contexts, like the ones of the least certain task, would let a failed plan
-    pass. None if the plan loses too much at some task, or no number is enough."""
+    """Return how many contexts a failed plan needs to pass, if they are like those of its least
+    certain task. None if the plan loses too much at some task, or no number is enough."""
     for task, lost in zip(split.tasks, plan.tasks, strict=True):
         is_good = lost.quality >= (1 - tolerance) * _as_judged(task, lost).full_prefill
         if lost.bound > tolerance and (lost.needed is None or not is_good):

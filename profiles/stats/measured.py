@@ -16,7 +16,7 @@ from profiles.evidence import BaselineKind
 MOST_SIZES: Final = 6
 """Largest number of sizes, in layers, at which a baseline is measured."""
 NUM_SHOWN: Final = 8
-"""Number of contexts of each task that measure baselines, and plans that the gate does not try."""
+"""Number of contexts of each task for baselines, and for plans that the gate does not try."""
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Measured:
 
     @property
     def layers(self) -> list[Scores]:
-        """For each layer: the scores if only this layer has the sender's KV."""
+        """Scores of full reuse of a single layer, in the order of layers."""
         scores_of = {it.alone: of for it, of in self.candidates.items() if it.alone is not None}
         return [scores_of[layer] for layer in sorted(scores_of)]
 
