@@ -8,7 +8,7 @@ Rules of a session
       headers and pieces, and their seals or checksums cover the number (`frames`). So messages
       need no numbers, and no other code looks for lost messages.
     - An entry is KV of all layers, or E of one layer, for consecutive pages of one model. Its
-      parent is the entry before. The worker advertises all its entries: a snapshot (Reset, Entries,
+      parent has the pages before. The worker advertises all entries: a snapshot (Reset, Entries,
       Synced), then every change. The peer answers each Entries with Learned once its tree has these
       entries. At most `MAX_UNANSWERED` are unanswered. If changes overflow their queue, a new
       snapshot begins. So the peer's view may be late, but never wrong.

@@ -1,4 +1,4 @@
-"""The reading side of a connection: one question over ZMQ, then one session over TCP."""
+"""A peer's connections to a worker: one question over ZMQ (its hello), then a session over TCP."""
 
 from __future__ import annotations
 

@@ -152,8 +152,7 @@ class PendingFetches:
         self._connection.owed.pop(message.id, None)
 
     def check(self) -> None:
-        """End fetches that are late, waited too long for `resume`, or that their readers gave
-        up."""
+        """End fetches that are late, waited too long for `resume`, or lost their readers."""
         for receiver in self._all:
             error = receiver.staging.error
             if error is None and receiver.staging.deadline.has_passed:

@@ -72,8 +72,8 @@ class Keeper:
         self.tree: Final = tree
         self.part_bytes: Final = min(_PART_BYTES, max_bytes_per_s * _PART_S)
         self._lock = threading.Lock()
-        """Lock for these fields. A thread may take it while it holds the tree's lock, but never the
-        reverse."""
+        """Lock for the fields below. A thread may take it while it holds the tree's lock, but never
+        the reverse."""
         self._cap = Cap(max_bytes_per_s, clock)
         self._claimed: set[_Key] = set()
         self._given_up: dict[_Key, None] = {}

@@ -266,7 +266,7 @@ class SendScheduler:
                 ready.remove(stream)
 
     def retire(self) -> None:
-        """Release the pages of ended streams that are no longer read."""
+        """Release the pages of ended streams, once neither the kernel nor a receiver reads them."""
         for stream in [it for it in self._streams if it.is_over and it.is_drained]:
             self._streams.pop(stream)(stream)
             stream.lease.release()

@@ -66,8 +66,7 @@ class Session:
         """Fetches that the disk has answered. For each, the function that continues the fetch, and
         the function that releases its pages. Any thread appends."""
         self._num_promotions = 0
-        """Number of this peer's reads in the disk's queue. Reads for cancelled fetches count,
-        too."""
+        """Number of this peer's reads in the disk's queue, with those for cancelled fetches."""
         self._wake = wake
         self._last_id = 0
 

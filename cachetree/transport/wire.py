@@ -122,7 +122,7 @@ class Learned(msgspec.Struct, frozen=True, tag="learned"):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Request to send these steps of these pages, step after step."""
+    """Request to send these steps (KV or E of one layer) of these pages, step after step."""
 
     id: int
     """Id of the fetch, higher than all earlier ids of this session."""
@@ -180,8 +180,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
-    """End of a session, or answer if a message needs a session: the peer has to send a Hello
-    again."""
+    """End of a session, or answer outside of one: the peer has to send a Hello again."""
 
     reason: ReasonText
 
