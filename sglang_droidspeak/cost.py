@@ -281,12 +281,11 @@ class Meter:
 
     @property
     def notice_s(self) -> float:
-        """Seconds from the end of a fetch until the scheduler notices it. Two of three notices of
-        the last minute took at most this time. A notice of `_NOTICE_S` is always counted among
-        them.
+        """Seconds from the end of a fetch until the scheduler notices it. Two of three such delays
+        of the last minute were at most this long. One delay of `_NOTICE_S` is added to them.
 
-        Older notices do not count. Else slow notices would make plans avoid fetches, and no fetch
-        would show that notices are fast again.
+        Older delays do not count. Else long delays would make plans avoid fetches, and no fetch
+        would show that delays are short again.
         """
         since_s = self._clock() - _NOTICES_AGE_S
         known = (late_s for at_s, late_s in tuple(self._notices) if at_s >= since_s)

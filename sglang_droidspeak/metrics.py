@@ -43,7 +43,7 @@ class Saving(msgspec.Struct, kw_only=True):
 class Metrics:
     """Metrics of one scheduler process. Make it after SGLang has set PROMETHEUS_MULTIPROC_DIR.
 
-    Without `--enable-metrics` the server counts all the same, but registers no metric.
+    If not `enabled`, metrics count, but are not registered.
     """
 
     def __init__(self, *, enabled: bool) -> None:

@@ -147,7 +147,7 @@ def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: objec
 
 
 def _server(args: ServerArgs) -> ThisServer | None:
-    """Read and check what this server needs. None if it does not use this package's linker."""
+    """Read and check this server's settings, model and profiles. None without our linker."""
     if not is_configured(engine.resolved(args)):
         return None
     from sglang_droidspeak.start.this_server import load_this_server

@@ -36,7 +36,7 @@ class AdapterHooks:
         }
 
     def load(self, original: Any, manager: Any, lora_ref: LoRARef) -> Any:
-        """Load an adapter on all ranks or on none. SGLang reads only the first rank's result."""
+        """Load an adapter on all ranks or on none: SGLang reports only the first rank's result."""
         lora_id = lora_ref.lora_id
 
         def load() -> None:

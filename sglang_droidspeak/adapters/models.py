@@ -173,7 +173,7 @@ class Models:
         return lora_id in self._reading
 
     def owner_of(self, req: Req) -> Owner | None:
-        """Return the model that computes a request's cached tokens. None if that is unknown."""
+        """Return the model under which a request's KV is stored. None if that is unknown."""
         if prefixes.generation_of(req) != self.generation:
             return None
         at = prefixes.invoked_at(req)

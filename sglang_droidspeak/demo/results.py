@@ -145,7 +145,7 @@ LEAST_REUSED_SHARE = 0.9
 """Least share of requests that must reuse. On a busy machine a fetch may miss its deadline, but not
 a tenth of all fetches."""
 LEAST_AGREEMENT_16_BIT = 0.75
-"""Least share of answers that must be equal in 16 bits. There the batch's shape changes the
+"""Least share of answers with the right first token in 16 bits. The batch's shape changes the
 rounding, which decides between two tokens that are about equally likely."""
 
 

@@ -133,7 +133,7 @@ def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
 
 
 def shared_cores(started: Sequence[Spec]) -> dict[str, str]:
-    """Return an environment in which engines that compute on the CPU share its cores.
+    """Return environment variables with which engines on the CPU share its cores.
 
     By default the threads of every engine use all cores, and spin while they wait for each other.
     """

@@ -23,9 +23,9 @@ import msgspec
 BETS_AGAINST: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 BETS_IN_FAVOUR: Final = (0.5, 1.0)
 ALARM: Final = 1000.0
-"""Evidence against a plan that takes it out of service."""
+"""Amount of evidence against a plan at which the plan is stopped."""
 ENOUGH: Final = 20.0
-"""Evidence in favour of a plan that ends its probation."""
+"""Amount of evidence in favour of a plan at which its probation ends."""
 
 MOST_ALLOWED: Final = 0.99
 """Largest allowed mean distance that probation uses. A profile from few data may allow 1 or more;

@@ -1,6 +1,6 @@
 """The drift guard in the scheduler: receive results of comparisons, take plans out of service.
 
-A file keeps its evidence from one start to the next.
+A file, the record, keeps the pairs and their evidence from one start to the next.
 """
 
 from __future__ import annotations

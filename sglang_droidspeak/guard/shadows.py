@@ -382,7 +382,7 @@ def _is_loaded(manager: Any, asked: Any) -> bool:
 
 
 def place_of(rid: str) -> float:
-    """Hash a request's id to a number from 0 to 1. A request below the rate is compared."""
+    """Hash a request's id to a number from 0 to 1. A request below `shadow_share` is compared."""
     place = blake2b(rid.encode(), digest_size=8, key=_KEY).digest()
     return int.from_bytes(place, "big") / 2**64
 

@@ -33,7 +33,7 @@ from sglang_droidspeak.engine.hicache import Backend
 log = logging.getLogger(__name__)
 
 HICACHE: Final = Location("hicache")
-"""Location of all pages in a HiCache backend."""
+"""Value of `Location` that stands for the HiCache backend."""
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192

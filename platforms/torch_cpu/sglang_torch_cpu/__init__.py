@@ -6,7 +6,7 @@ BACKEND = "torch_cpu"
 
 
 def activate() -> str | None:
-    """Return the name of the platform class. None if SGLang has a better platform of its own."""
+    """Return the name of the platform class. None if SGLang should use another platform."""
     import torch
 
     # If the variable is set, the user decided: 1 chooses SGLang's own CPU engine, 0 chooses none.
