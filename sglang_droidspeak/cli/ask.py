@@ -135,7 +135,7 @@ def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[
 def _ask(
     method: str, url: str, path: str, key: str | None, body: Any = None
 ) -> tuple[requests.Response, Any]:
-    """Return a server's reply, and its JSON. Raises NoAnswer."""
+    """Send a request. Return the reply, and its JSON as decoded. Raises NoAnswer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         reply = ask_server(

@@ -29,7 +29,7 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
     num_documents: int
     num_questions: int
     tokens_per_document: float
-    """Mean tokens of a document, which the sender reads."""
+    """Mean length of the documents that the sender reads, in tokens."""
     conditions: dict[Condition, Measured]
 
 

@@ -71,8 +71,8 @@ Evidence = tuple[float, ...]
 """Evidence under each bet, in the order of SHARES."""
 
 ALARM: Final = 1e5
-"""Evidence that raises an alarm. On average, a healthy server makes at least as many comparisons
-before a false alarm."""
+"""Evidence that raises an alarm. On average, a healthy server makes at least this number of
+comparisons before a false alarm."""
 SUSPICION: Final = 2.0
 NUM_FIRST: Final = 20
 """Number of comparisons for which a plan counts as new. After a first one, chosen by chance, every

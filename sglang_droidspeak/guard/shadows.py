@@ -84,8 +84,8 @@ class Shadows:
         self._known: frozenset[tuple[ModelId, ModelId]] | None = (
             frozenset() if settings.lines else None
         )
-        """Pairs that the scheduler's last answer named. Other pairs may have inherited a plan
-        since. None if no pair can inherit a plan."""
+        """Pairs in the scheduler's last answer. Another pair may have inherited a plan since, so
+        all its answers are compared. None if no pair can inherit a plan."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
         """Comparisons without a result, by cause, that the scheduler does not know yet."""

@@ -1,4 +1,4 @@
-"""LoRA without an accelerator: ignore that SGLang's LoRA code asks for pinned memory."""
+"""Let SGLang's LoRA run without an accelerator: ignore its requests for pinned memory."""
 
 from collections.abc import Callable
 
