@@ -219,8 +219,7 @@ class Metrics:
             self.heirs.labels(state).set(counts[state])
 
     def counted_as(self, pair: tuple[ModelId, ModelId]) -> tuple[ModelId, ModelId]:
-        """Return the pair for metric labels: `pair`, or the last pair of its line if it
-        inherits."""
+        """Return the pair for metric labels: `pair`, or its line's last pair if it inherits."""
         return self._lines.get(pair, pair)
 
     def tell_names(self, names: Mapping[str, str]) -> None:
