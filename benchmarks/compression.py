@@ -1,4 +1,4 @@
-"""What do smaller KV and E (the codecs int8 and int4) cost, in quality and in time?
+"""How much quality and time do smaller KV and E cost (the codecs int8 and int4)?
 
     python -m benchmarks.compression [--num-documents 24] [--json FILE]
 

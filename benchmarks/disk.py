@@ -7,8 +7,8 @@ a cold read waits for the device. The store adds one checksum per page and layer
 second-level cache. It also adds a header per entry, and one `open` for each layer's KV or E. The
 baseline writes the same buffers with `pwritev` to a new file, and reads them with `preadv` into the
 same memory. It does so 1 MiB at a time, without checksums. A read is cold after fdatasync and
-posix_fadvise(DONTNEED); a hypervisor's cache may still be warm. The last row is the time to open a
-cache over many small entries.
+posix_fadvise(DONTNEED); a hypervisor's cache may still be warm. `restart_us_per_entry` is the time
+to open a cache over many small entries.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What do many workers cost one engine that reads from all of them, in memory and CPU?
+"""How much memory and CPU do many workers cost one engine that reads from all of them?
 
     python -m benchmarks.fleet_size [--workers 25 50 100 200] [--pages 1000000]
 
 `--pages` is the number of pages that the largest fleet advertises. A smaller fleet advertises
 proportionally fewer, so that each worker has the same number in every fleet. Each worker has its
 own tree, full of prompts of 64 pages. All workers have one of these prompts in common. A worker's
-adverts say which pages it has. They pass through the worker's own `Advertiser`, the wire's encoding
-and the engine's `RemoteView` of the worker, as between real processes. Only the sockets are left
-out.
+adverts say which pages it has. As between real processes, they pass through its `Advertiser`, the
+wire's encoding and the engine's `RemoteView` of it. Only the sockets are left out.
 
 First each worker sends its snapshot: we count the bytes that the engine allocates for it. Then the
 fleet runs for `--seconds`. Each worker stores one new prompt a second in place of its oldest. We
@@ -53,8 +52,7 @@ machine disturbs."""
 
 
 class SimulatedWorker:
-    """A worker's tree, the `Advertiser` that tells the engine of its pages, and the engine's view
-    of it."""
+    """A worker's tree, its `Advertiser` to the engine, and the engine's view of the worker."""
 
     def __init__(self, number: int, num_pages: int, engine: CacheTree) -> None:
         num_bytes = num_pages * PAGE_BYTES

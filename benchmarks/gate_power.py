@@ -6,7 +6,7 @@ We simulate held-out contexts and know their true loss. The profiler's own gate
 (`profiles.stats.gate`) reads them one after another, at its tolerance of 5 %.
 
     even        each question is drawn independently: a plan loses right answers and gains a few
-    clustered   a third of the loss is in lost contexts: the plan has no right answer there
+    clustered   a third of the loss is in lost contexts, where the plan has no right answer
     whole       all of the loss is in lost contexts
     rare large  all of the loss is in a few lost contexts, which have forty questions
     uneven      as `even`, with one to forty questions for each context
@@ -88,9 +88,8 @@ def _drawn(
     loss: float | None,
     is_lost: NDArray[np.bool_],
 ) -> Sample:
-    """Draw right and wrong answers. The plan has no right answer in the contexts of `is_lost`. In
-    all others it loses a share `loss` of full prefill's quality, question by question (None:
-    nothing)."""
+    """Draw right and wrong answers. The plan has none right in the contexts of `is_lost`. Elsewhere
+    it loses a share `loss` of full prefill's quality, question by question (None: nothing)."""
     full, plan = [], []
     for count, lost in zip(counts, is_lost, strict=True):
         right = rng.random(count) < FULL

@@ -16,7 +16,7 @@ default rate and with the profile's bound. Each comparison draws one of these di
 
     found      reused requests until the alarm, if documents change at the first request, and if
                they change after 1,000
-    healthy    share of 20,000 healthy requests that is compared, and runs of them with an alarm
+    healthy    share of 20,000 healthy requests that is compared, and runs with an alarm
     clustered  runs of 30 days with an alarm, if all documents above the bound follow each other
                once a day, at a random time: no proof covers this order
 """

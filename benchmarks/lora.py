@@ -5,8 +5,8 @@
 
 There is one base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, all with random
 weights. All adapters read one document of 2,000 tokens; each asks its own question. SGLang alone
-keeps a tree per adapter, so each of n adapters computes the document. With the extension only the
-first adapter computes the document. The others copy its slots in the pool and recompute three
+keeps a radix tree per adapter, so each of n adapters computes the document. With the extension only
+the first adapter computes the document. The others copy its slots in the pool and recompute three
 layers, [4, 7), by a made-up profile.
 
 Physics: a full prefill computes 12 layers for every token, the block about 2.1 layers (two whole,
@@ -16,8 +16,7 @@ faster, less the forward over the question. If n adapters are sent at once, the 
 
 Contenders take turns on fresh documents. We compare outputs before times. SGLang's answer must
 agree with an oracle's full prefill of the merged weights, and the extension's answer with the
-oracle's by the same plan. In every round, the first adapter must give the same answer on both
-servers.
+oracle's by the same plan. In every round, the first adapter's two answers must be equal.
 
 With `--activated`: how much do n activated adapters (aLoRAs) cost, beside n ordinary adapters? A
 batch has slots for `max_loras_per_batch` adapters. With activated adapters, the base needs a slot,
@@ -96,8 +95,7 @@ class Bench:
     """Number of tokens in the document."""
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Make a prompt for each adapter: one document, an invocation for aLoRAs, and a
-        question."""
+        """Make each adapter's prompt: one document, an invocation for aLoRAs, and a question."""
         document = [*random_prompt(self.num_tokens, seed), *INVOCATION]
         questions = range(100_000 + 100 * seed, 100_000 + 100 * seed + len(self.names))
         return [[*document, *random_prompt(NUM_QUESTION, it)] for it in questions]
@@ -260,8 +258,7 @@ def measure_activated(testbed: Bench, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure(testbed: Bench, rounds: int) -> dict[str, Any]:
-    """Measure the contenders in turns. The first round warms up. Return medians of all others, in
-    ms."""
+    """Measure the contenders in turns. Return medians in ms, without the first round."""
     later: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     burst: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     for index in range(rounds + 1):
@@ -286,8 +283,7 @@ def measure(testbed: Bench, rounds: int) -> dict[str, Any]:
 
 
 def require_plan(samples: Sequence[Sample]) -> None:
-    """Check that one adapter computed the document. All others must reuse it with the profile's
-    block."""
+    """Check that one adapter computed the document, and that all others reused it by the block."""
     outcomes = sorted(sample.provenance["outcome"] for sample in samples)
     assert outcomes == ["no_match"] + ["reused"] * (len(samples) - 1), outcomes
     readers = [sample.provenance for sample in samples if sample.provenance["outcome"] == "reused"]

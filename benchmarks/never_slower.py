@@ -2,15 +2,15 @@
 
     python -m benchmarks.never_slower [--json benchmarks/results/never_slower.json]
 
-A simulated server serves about 400 prompts of 32 to 40,000 tokens, in full or with a block
-recomputed. It also fetches and loads. Its times follow from public figures of a GPU, with noise and
-a rare delay by other work. The product's code fits costs to these times, and its policy chooses
-plans. We compare the plans by their true times, which the policy never sees.
+A simulated server serves about 400 prompts of 32 to 40,000 tokens. It computes all layers, or
+recomputes a block, and it fetches and loads. Its times follow from public figures of a GPU, with
+noise and a rare delay by other work. The product's code fits costs to these times, and its policy
+chooses plans. We compare the plans by their true times, which the policy never sees.
 
 Physics of a Llama-3-8B:
 
-    a layer   the longest of three times: to launch kernels, to multiply, and to read weights
-    link      a fetch waits for its own bytes, and for as many bytes of every other fetch
+    a layer   the longest of its launches, its multiplications, and reads of its weights
+    link      fetches share it evenly: each waits for its own bytes, and as many of every other
     copies    host to device, E before the block and KV beside it
     overhead  of each fetch: a round trip, and the time until the scheduler sees its end
 
@@ -87,7 +87,7 @@ class Device:
     utilisation: float = 0.5
 
     def pass_s(self, tokens: Span, num_layers: float) -> float:
-        """Seconds of one pass, without noise."""
+        """Seconds of one forward pass through `num_layers` layers, without noise."""
         work = len(tokens) * (2 * WEIGHTS + 2 * HIDDEN * (tokens.start + tokens.stop))
         layer_s = max(
             self.layer_launches_s,
@@ -148,8 +148,7 @@ class Server:
         self.meter.loaded(num_bytes, copy_s + COPY_LAUNCHES_S)
 
     def serve(self, num_requests: int) -> None:
-        """Serve prompts of all lengths: every second prompt with a block, every fourth with a
-        fetch."""
+        """Serve prompts of all lengths: every second with a block, every fourth with a fetch."""
         for number in range(num_requests):
             num_tokens = int(math.exp(self._random.uniform(math.log(32), math.log(40_000))))
             if number % 2:
@@ -218,8 +217,7 @@ class Truth:
         return self.reuse_s(plan) if given_up_s is None else given_up_s + self.full_s
 
     def _given_up_s(self, plan: Plan, patience: Patience) -> float | None:
-        """Return the seconds after which the server gives up the fetch, because a frame is too
-        late. None if it never gives up."""
+        """Seconds until the server gives up the fetch because a frame is too late, or None."""
         num_bytes, ready_s = sum(self._bytes(plan)), self.wait_s(plan)
         most_s = patience.most_s + self._recompute_s(plan)
         num_frames = -(-num_bytes // FRAME_BYTES)

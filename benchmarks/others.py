@@ -142,9 +142,8 @@ def named(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
 
 
 def refract(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """Score by the three axes of REFRACT that compare answers. Each prompt follows a document. We
-    leave the fourth axis out: it needs a prompt's log-probabilities, for which SGLang prefills in
-    full."""
+    """Score by the three axes of REFRACT that compare answers. Each prompt follows a document. The
+    fourth axis needs log-probabilities of prompts, for which SGLang prefills in full."""
     from hard_needle.distractors import BuiltinDistractorPool
     from refract import runner
     from refract.axes import plad, rniah, trajectory

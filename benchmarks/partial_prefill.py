@@ -11,7 +11,7 @@ full prefill plus the forward over the new tokens, which attends over the prefix
 Overhead is added: matching, fetching, copying into slots, scheduling. Each server computes with one
 thread, so that on two cores the other core moves the bytes. The contenders take turns on the same
 documents, and their answers are compared before their times. In float32 without a codec, an answer
-must agree with an oracle's by the same plan. An answer with all layers recomputed must equal full
+must agree with an oracle's by the same plan. With all layers recomputed, it must equal full
 prefill's.
 
 The second part paces the link between the two with the transport's own bandwidth cap. It compares

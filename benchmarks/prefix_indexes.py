@@ -106,7 +106,7 @@ class SGLangRadix:
 
 class FlatDict:
     """An ordered dict of page hashes for each model; the oldest pages are evicted first. A match
-    records no use, so its time is the least that a lookup per page can cost."""
+    does not mark pages as used, so its time is the least that a lookup per page can cost."""
 
     def __init__(self, num_models: int) -> None:
         self._pages: list[OrderedDict[PageHash, None]] = [OrderedDict() for _ in range(num_models)]

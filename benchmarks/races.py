@@ -51,8 +51,7 @@ class Speeds:
     """CPU seconds per GB. Other work on the machine hardly changes them."""
 
     def of(self, other: Speeds) -> float:
-        """Return the median over the turns of this contender's GB/s, divided by the other
-        contender's."""
+        """Return the median ratio of this contender's GB/s to the other's in the same turn."""
         turns = zip(self.gb_per_s, other.gb_per_s, strict=True)
         return median(ours / theirs for ours, theirs in turns)
 

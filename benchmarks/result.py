@@ -38,7 +38,7 @@ def here() -> Environment:
 def with_others(
     rows: Sequence[Mapping[str, Any]], key: str, environment: Environment, file: Path | None
 ) -> list[dict[str, Any]]:
-    """Add the environment to the new rows, and keep the file's rows with other values of `key`:
+    """Add the environment to the new rows. Keep the file's rows with other values of `key`, such as
     those of a contender that is not installed today."""
     where = msgspec.to_builtins(environment)
     new = [{**row, "environment": where} for row in rows]

@@ -41,7 +41,7 @@ from cachetree.planning import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The work of one request. All times are in the same unit, whichever it is.
+    """The work of one request. The caller chooses the unit of all times.
 
     layers [0, block.start)           loaded
     layers [block.start, block.stop)  recomputed, from E at block.start (from embeddings at 0)

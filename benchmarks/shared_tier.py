@@ -9,9 +9,9 @@ Mooncake runs its own master, over TCP, if its wheel is installed. Requests that
 full prefills (`off`) of the same documents, and their answers are compared before their times. The
 server learns its speeds from the first two documents; medians are taken over the others.
 
-Physics: the transport moves bytes once. A storage has the bytes written first, which we do not
-time. The receiver asks the storage for every page, and each page and layer is an object that is
-copied out of a slot and checked. Transport and storages read the same bytes. GB/s are bytes over
+Physics: the transport moves bytes once. To a storage, the sender writes them first, which we do not
+time. The receiver asks the storage for every page, and each page and layer is an object that it
+copies out of a buffer and checks. Transport and storages read the same bytes. GB/s are bytes over
 the time of the fetch.
 """
 
@@ -106,8 +106,7 @@ def gb_per_s(sample: Sample) -> float:
 
 
 def available() -> list[str]:
-    """Return the storages that run on this machine. Mooncake is among them only if its wheel is
-    installed."""
+    """Return the storages that run on this machine: Mooncake only if its wheel is installed."""
     has_mooncake = importlib.util.find_spec("mooncake") and shutil.which("mooncake_master")
     return [TRANSPORT, "file", *(["mooncake"] if has_mooncake else [])]
 

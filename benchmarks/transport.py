@@ -1,4 +1,4 @@
-"""How close does the transport come to raw TCP, and in shared memory to one memcpy?
+"""How close is the transport's speed to raw TCP's, and in shared memory to one memcpy's?
 
     python -m benchmarks.transport [--mib 1024] [--repetitions 5] [--frame-mib 1 4 16]
 

@@ -21,7 +21,8 @@ from profiles.adapters import read_weights, with_adapter
 def merge_folder(base: Path, adapter: Path, out: Path) -> None:
     """Write a copy of the checkpoint folder `base` with the adapter merged into its weights.
 
-    The copy has the same shards. Raises ConfigError.
+    The copy has the same shards. Raises ConfigError if a folder is broken, or if the adapter has
+    settings that SGLang would ignore.
     """
     files = weight_files(base)
     weights = with_adapter(read_weights(base), adapter)

@@ -39,7 +39,7 @@ PACKAGES: Final = {
 
 
 def timeline_data() -> dict[str, float]:
-    """Seconds of a full prefill and of a reuse, whose fetch and recompute take equally long."""
+    """Seconds of a full prefill, and of a reuse that fetches and recomputes for equally long."""
     results = tables.read("partial_prefill")
     full, _, block, _ = results["rows"]
     times = {"full": full["ttft_p50_ms"], "block": results["recompute_ms"]}

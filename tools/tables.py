@@ -82,8 +82,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fill(text: str, row: Row, default: str = "") -> str:
-    """Put the row's numbers into the text. If the row has none of them and `default` is not empty,
-    return `default`."""
+    """Put the row's numbers into the text, or return a stated `default` if the row has none."""
     cells = _Cells()
     filled = cells.vformat(text, (), row)
     return default if default and cells.are_missing == {True} else filled
@@ -195,8 +194,8 @@ def sets_of_contexts(results: Any) -> Iterator[dict[str, Any]]:
 
 
 def corrected_blocks(results: Any) -> Iterator[Row]:
-    """Yield each block with plain and with corrected E. `longest` is the longest block of which
-    plain E has no smaller KL than this corrected E."""
+    """Yield each block with plain and with corrected E. `longest` is the longest block that is no
+    closer to full prefill with plain E."""
     for of in sets_of_contexts(results):
         plain = [name for name in of if f"{name} corrected" in of]
         for name in plain:

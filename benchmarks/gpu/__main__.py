@@ -9,7 +9,7 @@
                milliseconds that they add per layer, and their bandwidth
     throughput requests per second at a target for the first token, with two models on the device:
                Poisson arrivals for two minutes
-    lora       time to first token of eight adapters of one server that read one document, beside
+    lora       eight adapters of one server that read one document: time to first token, beside
                SGLang alone
     oracle     answers with recomputed blocks beside plain transformers: llama and qwen3, FlashInfer
                and FA3, with CUDA graphs and without, adapters, two ranks

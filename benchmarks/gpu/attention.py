@@ -1,7 +1,7 @@
 """Save FlashInfer's attention over a cached prefix on this device, called as SGLang's backend does.
 
-On CPUs, a reference replaces FlashInfer's kernels. `tests/cuda/test_gpu_benchmark` compares it with
-the saved files, in `tests/cuda/flashinfer`.
+`tests/cuda/test_gpu_benchmark` compares the files of `tests/cuda/flashinfer` with the reference
+that replaces FlashInfer's kernels on CPUs.
 """
 
 from __future__ import annotations

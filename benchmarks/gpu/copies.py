@@ -1,6 +1,6 @@
 """Two parts of the GPU benchmark: E in a CUDA graph, and copies of KV from host memory into slots.
 
-`captured` counts rows of E that a graph's replays write wrong. `pinned` checks the copied bytes
+`captured` counts rows of E that replays of a graph write wrongly. `pinned` checks the copied bytes
 before it reports a time. Both run the product's code.
 """
 
@@ -82,8 +82,7 @@ class Loads:
         self.num_bytes = self.host.nbytes
 
     def by(self, rows: Any) -> Callable[[int], object]:
-        """Return a function that takes a layer's number. It copies the layer into the slots by
-        `rows`, on the current stream."""
+        """Return a function of a layer's number. It copies by `rows`, on the current stream."""
         pool: Any = ServerPool(rows, None, self.coding, self.page_tokens)
         staged = [it.view(torch.uint8).flatten().numpy().data for it in self.host]
         return lambda layer: pool.load(layer, self.slots, [staged[layer]])
@@ -111,8 +110,7 @@ def pinned(num_tokens: int) -> Iterator[dict[str, Any]]:
 
 
 Work = Callable[[], Iterator[None]]
-"""Function that queues work on the current stream. `turns_ms` measures from its first `yield` to
-its second."""
+"""Function that queues work on the current stream, timed from its first `yield` to its second."""
 
 
 def plain(run: Callable[[], object]) -> Work:

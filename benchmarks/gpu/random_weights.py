@@ -28,8 +28,7 @@ _TARGET: Final = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights
 
 
 def write_seeded(folder: Path, config: Any, names: Sequence[str], num_shared: int) -> list[Path]:
-    """Write one checkpoint in bfloat16 per name. Weights below layer `num_shared` are the same in
-    all."""
+    """Write a bfloat16 checkpoint per name. All have the same weights below layer `num_shared`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.architectures = [type(model).__name__]
@@ -83,8 +82,7 @@ def register() -> None:
 def _random_weights(
     read: Any, loader: object, source: Any, **options: object
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make the weights of a checkpoint with seeds. Let SGLang read any other, such as an
-    adapter."""
+    """Make the weights of a checkpoint with seeds. Let SGLang read any other checkpoint."""
     path, device = Path(source.model_or_path), "cuda" if torch.cuda.is_available() else "cpu"
     is_seeded = (path / _FILE).exists()
     yield from random_weights(path, device) if is_seeded else read(loader, source, **options)

@@ -102,8 +102,7 @@ def scale() -> Scale:
 
 
 class SizedServer(ServerSpec):
-    """A server that may start at the same time as others, because its options state the KV pool's
-    size."""
+    """A server that states its KV pool's size, and so may start at the same time as others."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
         return False

@@ -60,8 +60,7 @@ class Requests:
         self._url, self._documents, self._flush, self._send = url, documents, flush, send
 
     def ask(self, times_s: Sequence[float], controls: Mapping[str, str]) -> list[Answer]:
-        """Send a request at each of these times, about one document after the other, from an empty
-        cache."""
+        """Send a request at each time, about the documents in turns, from an empty cache."""
         self._flush()
         documents = shuffled_rounds(len(times_s), len(self._documents), SEED)
         return self._send(

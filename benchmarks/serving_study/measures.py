@@ -20,7 +20,7 @@ CONFIDENCE = 0.95
 
 
 def trimmed(answers: Sequence[Answer], share: float = 0.1) -> list[Answer]:
-    """Drop the first answers: their requests found an empty queue."""
+    """Drop the first `share` of the answers: their requests found an empty queue."""
     return list(answers[int(share * len(answers)) :])
 
 

@@ -32,8 +32,7 @@ class Idle:
 
     rig: Rig
     contenders: Mapping[str, Controls]
-    """Controls by contender. There are two blocks; by the made-up profile, the wider one answers
-    better."""
+    """Controls by contender. By the made-up profile, the wide block answers better."""
     answers: Mapping[str, Sequence[Answer]]
     """Answers of each measured contender, one for every document."""
     target_s: float

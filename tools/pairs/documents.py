@@ -3,8 +3,7 @@
 A document is a list of short sentences. A question names its subject as the last word before `?`,
 and a small model learns to look up that word.
 
-    plain                facts about people, shuffled; some questions name the value, and ask for
-                         the person
+    plain                shuffled facts about people; questions ask for the value or the person
     moves                "P went to C ." repeated; questions about a person's first and last place
     code                 constants "let v3 = 7 12 ;" and aliases "let v9 = v3 ;"
     mixed_biographies    the name once, then "she ..."; people have different relations

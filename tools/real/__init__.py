@@ -4,7 +4,7 @@
     packages   reads records of Debian packages: examples/real/packages.jsonl
     questions  asks about the records: three skills, in the form of LongBench v1
     train      trains an adapter with peft and transformers
-    sharing    makes and judges aLoRAs with `droidspeak distill`
+    sharing    makes aLoRAs and judges them: `droidspeak distill`
     check      judges an adapter's answers
     line       trains all weights, for checkpoints that read each other's KV
 

@@ -2,7 +2,7 @@
 
     python -m tools.real                    the base, the data and whole checkpoints of the skills
     python -m tools.real train questions    train an adapter: 10 to 30 minutes on one core
-    python -m tools.real distill questions --out DIR    make an aLoRA of a skill: it shares exactly
+    python -m tools.real distill questions --out DIR    make an aLoRA, which shares exactly
     python -m tools.real judge questions DIR            quality by length and kind of question
     python -m tools.real check questions    quality on documents that had no part in any choice
     python -m tools.real profile base questions         profile a pair

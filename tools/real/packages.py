@@ -3,8 +3,7 @@
 A record has fields of the index `Packages`, and the start of the long description. We left out
 packages with a maintainer's name, a mail address or a copyright in their text. We also left out
 packages that belong to others (`-dev`, `-data`, `oldlibs`, …). Each source package has at most one
-record. The records have four parts, for training, choosing, judging and verifying. No record is in
-two of them.
+record. Four parts, for training, choosing, judging and verifying, share no record.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _records(
 
 
 def write_lessons(packages: Path, data: Path, skill: str) -> tuple[Path, Path]:
-    """Write the training questions and the long judging questions, as `data/SKILL/SET.jsonl`."""
+    """Write the training questions and the set `LONG300`, as `data/SKILL/SET.jsonl`."""
     files = data / skill / "train.jsonl", data / skill / f"{LONG300}.jsonl"
     files[0].parent.mkdir(parents=True, exist_ok=True)
     write_records(lessons(packages, skill), files[0])
