@@ -1,13 +1,13 @@
 """Wrap the parts of SGLang that this package uses. No other folder imports SGLang.
 
-    v0_5_23    names of SGLang 0.5.23 that are hooked and read; a JSON file has source hashes
+    v0_5_23    names of SGLang 0.5.23 that this package uses; a JSON file has source hashes
     probe      refuses another release, and lists the differences of its source
     names      imports SGLang's types and functions, in one list
     layers     decoder layers: capture E, and run a block
     replay     batches: run prefix tokens once more before a batch's own forward
     prefixes   requests and the radix tree: pages, tenants, exact and approximate KV
     asking     the HTTP server: questions of operators, and the server's own requests
-    headers    headers of answers
+    headers    HTTP headers of answers
     tracing    the trace of a request
     hashing    page hashes without a compiler
     attention  an attention backend for recomputes
@@ -96,8 +96,6 @@ def default_page_size(num_tokens: int, applies: Callable[[Any], bool]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantisation of a checkpoint."""
-
     method: str
     """Method by which SGLang runs the weights on this device."""
     kv: str
@@ -118,8 +116,8 @@ def quantization(server_args: Any) -> Quantization | None:
 
 
 def place_hooks(hooks: Hooks) -> None:
-    """Hook each target now. Raises ConfigError if SGLang did not apply a hook, which SGLang itself
-    only logs.
+    """Hook each target, a function of SGLang. Raises ConfigError if SGLang did not apply a hook:
+    SGLang itself only logs this.
 
     SGLang silently skips a target that another plugin has already hooked. This function hooks such
     a target, too.

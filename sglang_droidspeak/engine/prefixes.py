@@ -14,12 +14,12 @@ SGLang joins the tenant, which is the user's key, and the namespace without a se
 could end like an adapter's namespace. A request of the base model with this key gets another
 tenant, which users cannot name.
 
-Each change of plans begins a new generation. Its number follows APPROXIMATE, so that new requests
-read no older approximate KV. The length of the prompt's head comes next. The head is the first
-pages, if many prompts share them; it stays exact.
+Each change of plans begins a new generation of plans. Its number follows APPROXIMATE, so that new
+requests read no older approximate KV. The length of the prompt's head comes next. The head is the
+first pages, if many prompts share them; it stays exact.
 
-After an update of weights, the model's namespace ends with a mark of that update, until SGLang
-flushes its tree. So requests cannot reach KV of the former weights.
+An update begins a new generation of weights. The model's namespace then ends with a mark of this
+generation, until SGLang flushes its tree. So requests cannot reach KV of the former weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FIRST: Final = (0, "")
 """First generation of weights, before any update: its number (0), and the mark of its namespaces
 (none)."""
 _ID_CHARS: Final = 32
-"""Number of characters of an adapter's id, a hexadecimal UUID by SGLang."""
+"""Number of characters of an adapter's id. SGLang makes ids as hexadecimal UUIDs."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
 """Start of the namespaces of approximate KV. It contains a secret, so that no user can name it in
 an extra key. Otherwise, approximate KV that is read by such a key would count as exact."""
@@ -67,8 +67,8 @@ def page_hash(key: str) -> PageHash:
 
 
 def refusal(req: Req) -> str:
-    """Return why a request's KV depends on more than its token ids and the model, for example on an
-    image. Empty if it does not."""
+    """Return why a request cannot share KV: its KV depends on more than the token ids and the
+    model, for example on an image. Empty if the request can share KV."""
     if req.multimodal_inputs is not None:
         return "multimodal"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:

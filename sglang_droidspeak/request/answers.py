@@ -73,7 +73,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Number of an unsent prompt's pages that other models of this server have only as approximate
     KV, by model. A model reads no approximate KV of another model."""
     heirs: Mapping[ModelId, str] = {}
-    """`Pair.heir` of each pair with this receiver that may inherit a line's plan, by sender."""
+    """State (`Pair.heir`) of each pair with this receiver that may inherit a plan, by sender."""
     measured: RequestProvenance | None = None
     """Origin of the request's KV, with times. None for a prompt that was not sent."""
 

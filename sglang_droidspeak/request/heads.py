@@ -20,8 +20,7 @@ from cachetree import PageHash
 MAX_HEAD: Final = 64
 """Number of pages of the longest head that is recognised."""
 _MAX_KNOWN: Final = 8192
-"""Largest number of pages of which the next pages are remembered. The page unused for longest is
-forgotten first."""
+"""Largest number of keys of `SharedHeads._next`. The page unused for longest is forgotten first."""
 
 
 class SharedHeads:

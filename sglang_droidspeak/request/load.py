@@ -140,7 +140,7 @@ class Load:
     """Start and end of each layer's copy with its decoding, on monotonic time. On CUDA, start and
     end of the calls that issue the copy."""
     copy_s: float | None = field(default=None, init=False)
-    """Seconds of the batch's copies that this load took, on the device or host that ran them. None
+    """Share of the seconds of the batch's copies, on the device or host, by this load's bytes. None
     if the batch has not ended, or was not timed."""
     copied_bytes: int = field(default=0, init=False)
     """Stored bytes that were copied out of host memory."""

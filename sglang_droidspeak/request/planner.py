@@ -62,7 +62,7 @@ _TAKES_WHAT_IS_THERE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan for one request, with the inputs of this choice."""
+    """A plan for one request, with the inputs from which it was chosen."""
 
     plan: Plan
     is_experiment: bool

@@ -43,7 +43,7 @@ class Queue:
                 scheduler._add_request_to_queue(req)
         queue, compiling = scheduler.waiting_queue, grammars.grammar_queue
         if scheduler.enable_priority_scheduling:
-            # SGLang would sort only requests that are not held. Planning needs the same order.
+            # SGLang will sort only requests that are not held. Planning needs all in this order.
             scheduler.policy.calc_priority(queue, running_batch)
         is_decoding = not running_batch.is_empty()
         held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)

@@ -224,7 +224,7 @@ def matched(request: Request, outcome: str = "") -> None:
 
 @_where_it_is_on
 def _trace(req: Req, provenance: RequestProvenance) -> None:
-    """Trace the provenance so far."""
+    """Set the provenance so far as attributes of the request's trace."""
     names = ("outcome", "sender", "location", "reused_tokens")
     details = {name: getattr(provenance, name) for name in names}
     tracing.mark(req, {key: value for key, value in details.items() if value is not None})

@@ -76,11 +76,11 @@ class Request:
         self.pages: Sequence[PageHash] = ()
         self.num_there = 0
         """Number of leading pages that the request expects SGLang to have on the device. If SGLang
-        evicts such a page, the request is seen anew."""
+        evicts such a page, the request is `seen` again."""
 
         self.may_be_planned: Callable[[], bool] = lambda: True
-        """Function that returns whether a seen request may be planned now. Until then, it waits for
-        answers of tiers, or for pages that another request computes."""
+        """Function that returns whether a seen request may be planned now. Until then, the request
+        waits for answers of tiers, or for pages that another request computes."""
         self.has_followed = False
         """True once this request has waited for another request to compute shared pages. A request
         waits in this way only once."""
@@ -89,7 +89,7 @@ class Request:
         self.own_pages: Sequence[PageHash] = ()
         """Hashes of the request's pages in SGLang's own tree."""
         self.match_s = 0.0
-        """Seconds to hash, match and plan."""
+        """Seconds to hash the prompt, match it and plan."""
         self.failure = ""
         """Outcome of the request if this rank cannot follow the plan; empty otherwise."""
 
@@ -103,7 +103,6 @@ class Request:
 
     @property
     def plan(self) -> Plan:
-        """Plan of a request that is planned."""
         return self.planned.plan
 
     @property

@@ -214,7 +214,7 @@ class WaitingRequests:
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
         """Plan the next requests again if the device has evicted pages that they expect: loaded
-        pages have to follow the device's pages. A wait that has not ended keeps its beginning."""
+        pages have to follow the device's pages. A wait that has not ended does not restart."""
         known = filter(None, map(self._requests.get, (req.rid for req in queue)))
         for request in islice((it for it in known if it.num_there), NUM_NEXT):
             held = self._pool_index.held(request.req, request.num_there, tree)
@@ -332,7 +332,7 @@ class WaitingRequests:
         """Begin to fetch this rank's shard of the plan's pages."""
         req, plan = request.req, planned.plan
         plan = replace(plan, location=Location(at_rank(plan.location, self._ranks.rank)))
-        # Even if this rank fails, the plan counts: all ranks need the same requests.
+        # Take up the plan even if this rank fails: all ranks need the same planned requests.
         request.take_up(replace(planned, plan=plan))
         prefixes.move(req, approximate=planned.is_approximate)
         try:

@@ -120,8 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     on CUDA page-locked. 0 stores nothing. In a container, the default is a share of its limit. With
     a disk, the default is at most half of `disk_gb`."""
     ttl_s: float | None = None
-    """Seconds after which an unused entry leaves host memory. None: entries stay until their room
-    is needed."""
+    """Seconds after which an unused entry leaves host memory. None: entries stay until their
+    memory is needed."""
     disk_path: str | None = None
     """Folder that keeps the entries of host memory after they leave it, also beyond a restart. Only
     one server may use it at a time. A reader of KV can reconstruct prompts, so the server closes
@@ -159,9 +159,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tries the worker again. If it fails, the time doubles, up to ten times this value."""
     recompute_attention: Literal["server", "flashinfer"] = "server"
     """Attention backend for recomputed layers. `server` is another instance of the backend that
-    this server prefills with. `flashinfer` is FlashInfer, beside any backend of the server. It is
-    made and run at start. Its device memory (FlashInfer: 384 MiB to 2 GiB) is subtracted from the
-    KV pool."""
+    this server prefills with. `flashinfer` is FlashInfer, beside any backend of the server. The
+    server makes and runs this backend at start. Its device memory (FlashInfer: 384 MiB to 2 GiB) is
+    subtracted from the KV pool."""
     forward_wait_s: float = 0.05
     """Seconds that a forward waits for late layers, beyond the time predicted from the rate so far.
     After that, the prefix is prefilled in full."""
