@@ -128,7 +128,7 @@ class Cache:
         kv: Sequence[memoryview],
         e: Mapping[int, memoryview],
     ) -> bool:
-        """Store exact KV of `pages` (one buffer per layer) and E of some layers, by copying.
+        """Copy exact KV of `pages` (one buffer per layer) and E of some layers into memory.
 
         `parent` is the page before `pages`, or None. Pages that are already stored are skipped.
         Returns False if the budget has no room, or if `parent` is not stored with the same parts.
@@ -188,7 +188,8 @@ class Cache:
         return False
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that returns True once connected peers know all present entries."""
+        """Return a function that returns True once connected peers know all entries stored so
+        far."""
         worker = self._worker  # `stop_serving` removes the worker.
         return worker.knowing() if worker is not None else lambda: True
 
@@ -326,8 +327,8 @@ class Cache:
             worker.close()
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return the peers and directories, each with its state in a few words. Does not wait.
-        Thread-safe."""
+        """Return the peers, and the DNS names that list peers, each with its state in a few words.
+        Does not wait. Thread-safe."""
         return self._peers.sources()
 
     def status(self) -> CacheStatus:

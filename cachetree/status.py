@@ -25,8 +25,8 @@ OK: Final = "ok"
 
 
 class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the fetches from one location, since the cache knows it. A fetch counts when its
-    reader releases it."""
+    """Counts of the fetches from one location, since it was added as a peer or tier. A fetch counts
+    when its reader releases it."""
 
     location: Location
     num_bytes: int

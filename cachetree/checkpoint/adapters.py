@@ -27,7 +27,7 @@ _NOTES = """
 """Fields of an adapter's config that do not change its computation: they state its origin or its
 training, or name its tensors. All other fields are compared."""
 _IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""Keys that change what PEFT computes, and that SGLang 0.5.23 does not read."""
+"""Config keys that change what PEFT computes, but that SGLang 0.5.23 does not read."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "init_lora_weights": True,
     "lora_alpha": 8,

@@ -52,7 +52,7 @@ def vector_bytes(codec: Codec, length: int, value_bytes: int) -> int:
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of a checkpoint by its content. See `identity.read_model_identity`.
 
-    A family has the fields in `shape`. All fields together identify the model.
+    The fields in `shape` are also in `Family`. All fields together identify the model.
     """
 
     architecture: str

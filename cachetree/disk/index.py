@@ -63,7 +63,7 @@ class DiskFiles:
         self.num_pages = 0
         """Number of pages with KV in all files."""
         self._lock = threading.Lock()
-        # A use moves the whole line to the end: a file is before all files that it depends on.
+        # A use moves a file to the end, and then all files that it depends on.
         self._order: OrderedDict[DiskFile, None] = OrderedDict()
 
     def __len__(self) -> int:

@@ -85,15 +85,14 @@ class DiskStore:
         self.family: Final = family
         self.path: Final = path
         self.files: Final = DiskFiles()
-        """All files in the store."""
         self._noted: Final = tree.remote
         self._budget_bytes: Final = budget_bytes
         self._max_file_bytes: Final = min(files.MAX_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET)
         self._directory = Directory(path, family)
         self._counts = DiskCounts()
         self._num_bytes = self._directory.num_bytes
-        # The lock `_lock` guards the numbers. No thread waits for the disk while it holds it, or a
-        # lock of the tree or of the files.
+        # The lock `_lock` guards the numbers. A thread that holds this lock, or a lock of the tree
+        # or of the files, does not wait for the disk.
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._is_open = True
@@ -274,7 +273,7 @@ class DiskStore:
         path = self._directory.path_of(file.key)
         taken = 0
         try:
-            # A damaged file with this name, which could not be deleted, has these bytes.
+            # Bytes of a damaged file with this name that could not be deleted.
             left = path.stat().st_size if path.exists() else 0
             # Make the file before evicting: if even an empty file fails, evict nothing.
             with new_file(path) as stream:

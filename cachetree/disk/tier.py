@@ -202,7 +202,7 @@ class DiskTier:
         seconds = self._clock() - begun_at_s
         self._note_speed(staging.num_landed_bytes, seconds, staging.error)
         if staging.is_complete and self._is_warm:
-            # Promote after the waiting fetches.
+            # Copy the pages into memory after the waiting fetches.
             line = takewhile(self._has_room, self._line(model, pages[-1], parts))
             asker = Asker(lambda: staging.deadline.has_passed)
             self._reads.put(partial(self._promote, line, asker))
@@ -300,8 +300,8 @@ class DiskTier:
             done(asker.let_go)
 
     def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
-        """Return how many bytes of these files are not in memory. `asker` leases their pages that
-        are."""
+        """Return how many bytes of these files are not in memory. `asker` leases all other
+        pages."""
         num_bytes = 0
         for file in line:
             record = file.record

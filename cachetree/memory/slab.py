@@ -60,7 +60,7 @@ class Loan:
         """Runs of `memory` for each part of the demand, usually one run."""
 
     def places(self, part: int, span: Span) -> list[Span]:
-        """Return the spans of `memory` that have the bytes `span` of a part of the demand."""
+        """Return the spans of `memory` in which the bytes `span` of one part are."""
         runs = self.runs[part]
         return [
             Span(runs[number].start + it.start, runs[number].start + it.stop)
@@ -69,7 +69,7 @@ class Loan:
 
 
 class Pool(Protocol):
-    """Memory that lends bytes to slabs and stagings. Thread-safe."""
+    """Interface of memory that is lent to slabs and stagings. Thread-safe."""
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
         """Lend writable bytes for each of `parts`. Raises NoRoom if too few bytes are free, and

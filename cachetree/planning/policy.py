@@ -104,8 +104,8 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     e_corrected: bool = False
     """True if a map corrects the sender's E before the recompute."""
     ttft_s: float | None = None
-    """TTFT predicted for the whole prompt, like `Considered.full_prefill_s`. None if the device's
-    speed is unknown, or if there are too few pages."""
+    """Predicted TTFT with this option; compare it with `Considered.full_prefill_s`. None if the
+    device's speed is unknown, or if there are too few pages."""
     saving_s: float | None = None
 
 
@@ -148,8 +148,8 @@ def _ways(
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
     """Predict the seconds that the plan saves; None while the device's speed is unknown.
 
-    Without the plan, the request would continue the device's exact or approximate prefix, whichever
-    is longer.
+    Without the plan, the request would compute all tokens after the device's exact or approximate
+    prefix, whichever is longer.
     """
     option = _priced(_Option(plan=plan, quality=1.0), demand, costs)
     return None if option.ttft_s is None else option.saving

@@ -18,7 +18,7 @@ RemoteKey = tuple[Location, ModelId, Part]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Addition or removal of local pages of one model. A worker advertises each change.
+    """Addition or removal of pages of one model. A worker advertises its tree's changes to peers.
 
     Additions come parents first, and removals children first. So a reader that applies changes in
     order always sees whole prefixes.

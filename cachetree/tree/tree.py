@@ -277,8 +277,8 @@ class CacheTree:
         return matches
 
     def num_there(self, pages: Sequence[PageHash]) -> int:
-        """Return how many leading `pages` any model has at any location. Compares every page,
-        because the caller's `pages` may be no prompt's."""
+        """Return how many leading `pages` any model has at any location. Every page is compared,
+        because these hashes may not be of one prompt."""
         with self._lock:
             return depth_of(self._trie.compared_prefix(pages))
 
@@ -316,10 +316,10 @@ class CacheTree:
         seen = (list(of_node(node)) for node in self._trie.root.walk())
         return chain.from_iterable(in_slices(self._lock, seen)), unsubscribe
 
-    # Called by a handle that ends.
+    # Called when a reservation or a lease ends.
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
-        """Publish the reservation's pages if `is_commit`. Give back the memory of all others."""
+        """Publish the reservation's pages if `is_commit`. Give back the memory of other pages."""
         if not reservation.pages:
             return
         with self._lock:
@@ -342,8 +342,7 @@ class CacheTree:
     # Called with the lock held: how local entries are added within the budget, and removed.
 
     def _begin(self, reservation: Reservation) -> bool:
-        """Evict until the slab fits the budget. If it cannot, end the reservation. Return
-        success."""
+        """Evict until the slab fits the budget. If it cannot, end the reservation; return False."""
         self._holds.open.add(reservation)
         too_many = self.num_bytes + reservation.slab.num_bytes - self.host_bytes
         if too_many > 0:

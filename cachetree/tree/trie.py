@@ -35,9 +35,9 @@ class Place(NamedTuple):
 class PageIndex:
     """Index from a page to the nodes that have it. The caller holds the tree's lock.
 
-    A page costs its hash, 8 bytes in its node, and one item in a flat dict of node numbers. Garbage
-    collection does not visit the pages. Contradictory adverts put a page into several nodes; only
-    such pages cost more.
+    Each page takes memory for its hash, 8 bytes in its node, and one item in a flat dict of node
+    numbers. Garbage collection does not visit the pages. Contradictory adverts put a page into
+    several nodes; only such pages take more memory.
     """
 
     def __init__(self) -> None:
