@@ -1,5 +1,5 @@
-"""Hide held requests from SGLang while it builds a batch, and deduct recompute and copies from a
-step's budget of tokens."""
+"""Hide requests that wait for a fetch while SGLang builds a batch, and deduct recompute and copies
+from a step's budget of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE_WAIT_S: Final = 0.001
 
 @dataclass(eq=False)
 class Queue:
-    """Hooks around SGLang's waiting queue. SGLang decides the order; a held request keeps its
+    """Hooks around SGLang's waiting queue. SGLang decides the order; a hidden request keeps its
     place. Scheduler thread only."""
 
     _waiting: WaitingRequests
@@ -33,8 +33,8 @@ class Queue:
     def new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
     ) -> Any:
-        """Let SGLang build a batch without held requests, and without requests with a grammar that
-        is still being compiled. Afterwards SGLang's queues have these requests again."""
+        """Let SGLang build a batch without hidden requests, and without requests with a grammar
+        that is still being compiled. Afterwards SGLang's queues have these requests again."""
         self._replies.release()
         self._models.settle(self._ranks)
         grammars = scheduler.grammar_manager

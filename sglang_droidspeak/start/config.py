@@ -160,8 +160,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recompute_attention: Literal["server", "flashinfer"] = "server"
     """Attention backend for recomputed layers. `server` is another instance of the backend that
     this server prefills with. `flashinfer` is FlashInfer, beside any backend of the server. The
-    server makes and runs this backend at start. Its device memory (FlashInfer: 384 MiB to 2 GiB) is
-    subtracted from the KV pool."""
+    server makes and runs the chosen backend at start, and subtracts its device memory (FlashInfer:
+    384 MiB to 2 GiB) from the KV pool."""
     forward_wait_s: float = 0.05
     """Seconds that a forward waits for late layers, beyond the time predicted from the rate so far.
     After that, the prefix is prefilled in full."""
