@@ -1,7 +1,7 @@
 """Keep E of the transition layers per KV slot, beside the KV pool. Runs without SGLang.
 
-E is indexed by KV slot. So the slots of a prefix lead to its E, too. Chunked prefill, mixed
-batches, radix sharing, node splits and decoded tokens need no bookkeeping.
+E is indexed by KV slot. So the slots of a prefix lead to its E, too. E needs no bookkeeping of its
+own in chunked prefill, mixed batches, radix sharing, node splits and decoding.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Attachment:
     """Maps that correct E, by digest, on the device in the model's dtype."""
 
     def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate two buffers for the E of the tokens that one request recomputes. The first is
+        """Allocate two buffers for the E of the tokens that one forward recomputes. The first is
         for this rank's columns, the second for all columns of corrected E. A buffer is empty if the
         server does not need it."""
         rows, hidden = self.e_pool.no_rows, self.server.identity.hidden_size
