@@ -42,8 +42,8 @@ STAND_INS = {
     "deploy": ROOT / "deploy",
     "examples": ROOT / "examples",
     "pair.json": PAIRS / "sender_to_receiver.json",
-    **dict.fromkeys(("PATH", "models/reader"), PAIRS / "weights/sender"),
-    **dict.fromkeys(("MODEL", "models/answerer"), PAIRS / "weights/receiver"),
+    **dict.fromkeys(("PATH", "models/sender"), PAIRS / "weights/sender"),
+    **dict.fromkeys(("MODEL", "models/receiver"), PAIRS / "weights/receiver"),
 }
 """Files in the folder where the pages' commands run."""
 LANGUAGES = {"bash", "json", "python", "yaml", "text", "{toctree}"}
@@ -155,8 +155,9 @@ def _run(words: list[str]) -> None:
         case ["python", "examples/break_even.py", *_]:
             subprocess.run([sys.executable, *words[1:]], check=True)
         case ["curl", url, "-H", "Content-Type: application/json", "-d", body]:
-            assert url.endswith("/generate")
-            assert set(json.loads(body)) <= {"text", "sampling_params"}
+            chat = {"model", "messages", "return_meta_info"}
+            fields = chat if url.endswith("/v1/chat/completions") else {"text", "sampling_params"}
+            assert set(json.loads(body)) <= fields and url.endswith(("/completions", "/generate"))
         case ["kubectl", "create", "secret", "generic", _, *files]:
             assert all(Path(it.removeprefix("--from-file=")).exists() for it in files)
         case ["smg", "launch", *flags]:
