@@ -6,6 +6,7 @@ import threading
 import tracemalloc
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from tree_parts import (
     FAMILY,
@@ -353,3 +354,45 @@ def test_how_far_a_location_reaches_is_no_use():
     for text, reach in (("abc", 3), ("abcde", 3), ("ab", 2), ("axc", 1), ("x", 0), ("", 0)):
         assert tree.remote.reach(FAR, B, path(text)) == reach
     assert tree.remote.reach(FAR, A, path("abc")) == tree.remote.reach(FARTHER, B, path("abc")) == 0
+
+
+def test_after_splits_a_lease_keeps_its_pages_and_no_others():
+    tree = make_tree()
+    store(tree, A, "abcd")
+    with leased(tree, A, "abc") as lease:
+        store(tree, A, "abxy", start=2)
+        store(tree, A, "abcz", start=3)
+        tree.evict()
+        assert num_pages(tree, A, "abcd") == tree.num_pages == 3
+        assert has_content(lease, A, "abc")
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_free_memory_in_too_small_holes_is_joined_by_more_evictions(is_leased):
+    """A hole of one page's KV has no room for the E of one page."""
+    wide = msgspec.structs.replace(FAMILY, hidden_size=PAGE // 2 + 1)
+    tree = CacheTree(wide, host_bytes=6 * PAGE)
+    for letter in "abcdef":
+        store(tree, A, letter)
+    leases = [leased(tree, A, it) for it in "def" if is_leased]
+    tree.evict(A, path("a"))
+    tree.evict(A, path("c"))
+    reservation = tree.reserve(A, None, path("b"), Part(0))
+    assert (reservation is None) == is_leased
+    assert [num_pages(tree, A, it) for it in "abcdef"] == [0, 1, 0, *[is_leased] * 2, 1]
+    for each in (*leases, *[reservation] * (not is_leased)):
+        each.release()
+    tree.evict()
+    assert tree.num_bytes == 0
+
+
+def test_a_page_that_is_elsewhere_in_the_tree_is_not_stored_again():
+    """Only a caller that names another parent for a page's hash does this."""
+    tree = make_tree()
+    store(tree, A, "abc")
+    store(tree, B, "a")
+    with tree.reserve(B, path("a")[-1], path("abc")[2:]) as reservation:
+        reservation.commit()
+    assert (num_pages(tree, A, "abc"), num_pages(tree, B, "abc"), tree.num_pages) == (3, 1, 4)
+    tree.evict()
+    assert tree.num_bytes == tree.num_pages == 0
