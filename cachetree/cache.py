@@ -31,8 +31,8 @@ from cachetree.tree import CacheTree
 T = TypeVar("T", bound=Tier)
 
 _UNSEEN_BYTES: Final = 1 << 40
-"""Value of `Link.frame_bytes` for tiers: larger than any fetch. A tier reads whole steps, so a
-running fetch shows no rate before its end."""
+"""Value of `Link.frame_bytes` for tiers: larger than any fetch. A tier reads whole transfer steps,
+so a running fetch shows no rate before its end."""
 
 
 class Cache:
@@ -71,8 +71,8 @@ class Cache:
         self._fetch_log = FetchLog(family.page_size, self.tree.names)
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: WeakKeyDictionary[Staging, Location] = WeakKeyDictionary()
-        """Location from which each fetch reads, by the fetch's staging memory. Fetches that have
-        ended may still be listed."""
+        """Location from which each fetch reads, with the fetch's staging memory as key. Fetches
+        that have ended may still be listed."""
         self._under_way_lock = threading.RLock()
         self._is_closed = False
         self._worker: Worker | None = None
@@ -111,7 +111,7 @@ class Cache:
 
     @property
     def names(self) -> ModelNames:
-        """Readable names of models, by model id. Thread-safe."""
+        """Readable name of each model id. Thread-safe."""
         return self.tree.names
 
     @property
@@ -212,7 +212,7 @@ class Cache:
     def fetch(
         self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline, traceparent: str = ""
     ) -> Staging | None:
-        """Start to read the steps of `plan` into staging memory. Returns at once.
+        """Start to read the transfer steps of `plan` into staging memory. Returns at once.
 
         `pages` has all pages of the prompt; the plan takes the span `plan.pages` of them. Returns
         None if the staging budget is used up: the request then does a full prefill. After any other

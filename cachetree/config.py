@@ -18,7 +18,8 @@ from cachetree.transport.address import parse_address, parse_remote
 from cachetree.tree import Retention
 
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?")
-"""Pattern of msgspec's message about an unknown key: the key, and the section that has it."""
+"""Pattern of msgspec's error about an unknown key. Its two groups are the key, and the path of the
+settings' section that has this key."""
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -43,8 +44,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Addresses of the workers to read from: `tcp://HOST:PORT`, or `dns://NAME:PORT` for all
     addresses of a name. This cache trusts the entries of these workers, for all tenants."""
     peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
-    """Public key of each peer, or the file that has it, by the peer's address. Traffic with these
-    peers is encrypted; this cache's own key is `peer.key_file`. Traffic with other peers is not
+    """Address of each peer, with its public key or the file that has it. Traffic with these peers
+    is encrypted; this cache's own key is `peer.key_file`. Traffic with other peers is not
     encrypted. All workers behind a `dns://` address have to prove the key of that address."""
     keeps: tuple[str, ...] = ()
     """Addresses of servers to copy from, in the form of `peers`. A cache has either `keeps` or
@@ -100,7 +101,7 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Addresses that this cache reads from: `keeps`, or else `peers`."""
+        """Addresses of workers that this cache reads from: `keeps` if set, otherwise `peers`."""
         return self.keeps or self.peers
 
     def peer_at(self, address: str) -> PeerConfig:

@@ -1,4 +1,5 @@
-"""Ids and small values that all of cachetree uses: pages, models, locations, spans, and steps."""
+"""Ids and small values that all of cachetree uses: pages, models, locations, spans, transfer
+steps."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ModelId = NewType("ModelId", str)
 
 Location = NewType("Location", str)
 """Place of an entry: `LOCAL`, `DISK`, the address of a remote worker (`tcp://host:port`), or a
-namespace of the engine's own KV pool (`pool:name`)."""
+model's part of the engine's own KV pool (`pool:NAME`)."""
 
 LOCAL: Final = Location("local")
 """This process's memory."""
@@ -35,7 +36,7 @@ refused."""
 
 
 def is_pool(location: Location) -> bool:
-    """Return whether a location is a namespace of the engine's own KV pool."""
+    """Return whether a location is a model's part of the engine's own KV pool."""
     return location.startswith(POOL_PREFIX)
 
 
@@ -94,7 +95,7 @@ class Kind(StrEnum):
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """One unit of a fetch: KV or E of one layer, for all pages of the fetch."""
+    """Transfer step: KV or E of one layer, for all pages of a fetch or an entry."""
 
     kind: Kind
     layer: int
@@ -107,12 +108,12 @@ KV: Final = Part(-1)
 
 
 def part_of(step: Step) -> Part:
-    """Return the part to which a step belongs."""
+    """Return the part to which a transfer step belongs."""
     return KV if step.kind is Kind.KV else Part(step.layer)
 
 
 def steps_of(part: Part, num_layers: int) -> tuple[Step, ...]:
-    """Return all steps of a part, in the order in which they are stored."""
+    """Return all transfer steps of a part, in the order in which they are stored."""
     if part == KV:
         return tuple(Step(Kind.KV, layer) for layer in range(num_layers))
     return (Step(Kind.E, part),)

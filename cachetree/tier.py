@@ -201,7 +201,7 @@ class Calls:
         self._stall_s: Final = stall_s
         self._lock = threading.Lock()
         self._begun_at_s: dict[int, float] = {}
-        """Start of each running call, by the id of its thread."""
+        """Start of each running call. Keys are the ids of the calls' threads."""
 
     def __enter__(self) -> None:
         with self._lock:

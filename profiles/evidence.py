@@ -1,7 +1,7 @@
 """The evidence in a profile: everything that the profiler measured, for people and for reports.
 
     split "train"     chooses the frontier: every block by KL, promising ones by the metric
-    split "held_out"  judges: the frontier from most work to least, and the alternatives
+    split "held_out"  judges: the frontier from most work to least, and the baselines
 
 The frontier has the plans that beat all plans with fewer layers, by quality or by KL. Qualities are
 means of the profile's metric over contexts, 0 to 1. A context counts as the mean over its
@@ -150,7 +150,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out contexts for measuring alternatives, and plans that the gate does not judge."""
+    """Held-out contexts for measuring baselines, and plans that the gate does not judge."""
 
     num_contexts: int
     full_prefill: float
@@ -187,12 +187,12 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     full_prefill: tuple[tuple[float, ...], ...]
     """Full prefill's qualities by context, then by question."""
     plans: tuple[tuple[tuple[float, ...], ...], ...]
-    """Qualities of every plan that the gate tried, in the gate's order, by context and question. A
-    plan's contexts end when it was proven or hopeless."""
+    """Qualities of every plan that the gate tried, in the gate's order, for each context, then each
+    question. A plan's contexts end when it was proven or hopeless."""
 
 
 class BaselineKind(StrEnum):
-    """Alternatives with which plans are compared. Values are in files and never change."""
+    """Other methods with which plans are compared. Values are in files and never change."""
 
     CACHEBLEND = "cacheblend"
     """Recompute all tokens at the first layer. At each later layer, recompute fewer: the tokens
@@ -212,22 +212,22 @@ class BaselineKind(StrEnum):
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of one alternative on the held-out split."""
+    """Measurements of one baseline on the held-out split."""
 
     kind: BaselineKind
     recomputed_layers: float
     """Work, as a number of the receiver's layers. A share of the tokens counts as the same share of
     all layers. A smaller model counts by its time."""
     runs: tuple[tuple[int, int], ...]
-    """Recomputed layers, with a span for each run. Empty for baselines that do not choose
+    """Recomputed layers, as spans of neighbouring layers. Empty for baselines that do not choose
     layers."""
     quality: Interval
     fidelity: Fidelity | None
     """Distance from full prefill. None for a smaller model, which has answers of its own."""
     ttft_s: float
     shown: Shown | None = None
-    """Contexts on which the alternative was measured. None in old profiles, and for a smaller
-    model, which answers all questions."""
+    """Contexts on which the baseline was measured. None in old profiles, and for a smaller model,
+    which answers all questions."""
 
 
 class CostModel(LayerTimes, frozen=True, kw_only=True):
@@ -331,7 +331,7 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     seed: int
     group: int
-    """Step between the starts and stops of blocks, in layers."""
+    """Number of layers between two starts, or two stops, of blocks."""
     page_size: int
     template: str
     metric: Metric | None = None

@@ -23,16 +23,16 @@ As many of full prefill's answers are expected to differ from their drafts."""
 SAID_TWICE: Final = 1.2
 """`spoken` adds the forecast for answers that never stop if it is more than this many times."""
 STEPS: Final = 5
-"""Expected steps to decode an answer that has a draft. Without drafts we expect a step for every
-second token: full prefill's answers take one for each token, and plans' answers need none up to
-the first difference from full prefill's."""
+"""Expected passes to decode an answer that has a draft. Without drafts we expect a pass for every
+second token: full prefill's answers take one for each token, and plans' answers need none up to the
+first difference from full prefill's."""
 FOLLOWED: Final = 2.0
 """Work to make a next-token distribution and compare it, as a multiple of the work to make it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecasts how long the steps of a run take, from one receiver's cost model."""
+    """Forecasts how long the profiler's measurements (steps) take, from a receiver's cost model."""
 
     costs: CostModel
     head_layers: float
@@ -72,7 +72,8 @@ class Forecast:
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
     ) -> float:
-        """Forecast the seconds of `steps` without those that are done: first steps in `swept`."""
+        """Forecast the seconds of `steps` without the first steps of documents in `swept`: these
+        are done."""
         done = {it for it in steps if not it.plans and it.place in swept}
         seconds = zip(steps, self.steps(documents, steps, done), strict=True)
         return sum(step_s for step, step_s in seconds if step not in done)
@@ -80,9 +81,9 @@ class Forecast:
     def steps(
         self, documents: Sequence[Document], steps: Sequence[Step], done: Collection[Step] = ()
     ) -> list[float]:
-        """Forecast the seconds of each step, in order. If only some steps of a document are `done`,
-        both models read its prefix again, and full prefill's answers are fed in again. The first
-        missing step includes this time."""
+        """Forecast the seconds of each step (a measurement on one document), in order. If only some
+        steps of a document are `done`, both models read its prefix again, and full prefill's
+        answers are fed in again. The first missing step includes this time."""
         seconds, is_again = [], False
         for step in steps:
             document = documents[step.place]
@@ -149,7 +150,7 @@ class Forecast:
     def _decoded_s(self, document: Document, num_answers: float) -> float:
         """Forecast the seconds to decode `num_answers` answers to each question, with drafts.
 
-        The answers of a few plans are one batch. Each step of a batch reads all weights.
+        The answers of a few plans are one batch. Each forward pass of a batch reads all weights.
         """
         rows = num_answers * len(document.questions)
         tokens = rows * (_longest_suffix(document) + 2 * _longest(document))
@@ -163,7 +164,7 @@ class Forecast:
 
 
 def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Candidate]]:
-    """Return examples of plans that may be judged, and of alternatives. The forecast uses them,
+    """Return examples of plans that may be judged, and of baselines. The forecast uses them,
     because the real plans are not known yet."""
     sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]

@@ -83,7 +83,7 @@ class Shared:
     costs: CostModel | None = None
     """Cost model of the receiver. None until it is timed."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
-    """The receiver's answers by full prefill, by document."""
+    """The receiver's answers by full prefill. Keys are documents."""
 
 
 def profile_pair(

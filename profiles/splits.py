@@ -115,8 +115,8 @@ def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
 def load_documents(
     settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[list[Source], list[Document]]:
-    """Load the documents that `specs`, values of `--data`, name. Prompts are cut to the settings'
-    limit, and to the model's positions."""
+    """Load the sources that the values `specs` of `--data` name, and make documents of them. Cut
+    prompts to the settings' limit, and to the model's number of positions."""
     logs = [it.removeprefix(LOG) for it in specs if it.startswith(LOG)]
     others = [it for it in specs if not it.startswith(LOG)]
     sources = load_sources(others, settings.options, data_dir=settings.data_dir)

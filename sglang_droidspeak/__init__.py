@@ -9,7 +9,7 @@
     guard      compares reused answers with exact ones, and stops plans that drift
 
 Each folder imports only folders above it. SGLang calls `plugin` when a process starts, and `linker`
-in every step. These two connect the folders. `cli`, `demo`, `fleet` and `verify` are commands.
+in every scheduler step. The two connect the folders. `cli`, `demo`, `fleet`, `verify` are commands.
 
 docs/glossary.md explains most words, such as E: the values that enter a layer. Some more words:
 
@@ -18,7 +18,7 @@ docs/glossary.md explains most words, such as E: the values that enter a layer. 
     staging    host memory that a fetch fills
     tier       a place that stores pages: host memory, disk, or a backend of HiCache
     head       first pages that many prompts share
-    shadow     comparison of an answer with an exact run
+    shadow     comparison of an answer with an exact prefill
     line       models of which each was trained from the one before; later models inherit a plan
 """
 

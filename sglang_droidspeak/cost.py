@@ -212,8 +212,8 @@ class Meter:
         prior: PrefillCost,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`step_tokens`: most tokens that SGLang prefills in one step. `prior`: cost to assume
-        before measurements, as in `Fit`."""
+        """`step_tokens`: most tokens that SGLang prefills in a scheduler step. `prior`: cost to
+        assume before measurements, as in `Fit`."""
         self._clock: Final = clock
         self.step_tokens: Final = step_tokens
         self._num_layers: Final = num_layers

@@ -29,8 +29,9 @@ class Lines:
         """Models served so far with their weights, the latest last."""
 
     def follow(self, model: ModelIdentity, weights: Weights) -> list[LineProfile]:
-        """Note the model that is served now. Return its pairs with earlier models. In a pair that
-        inherits a plan, `passed` is true. It is false if the weights changed too much.
+        """Note the model that is served now. Return a profile of its pair with each earlier model.
+        A profile's `passed` is true if its pair inherits a plan, false if the weights differ too
+        much.
 
         Takes a few milliseconds for each earlier model.
         """

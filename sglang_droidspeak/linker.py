@@ -337,8 +337,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
 
     def _retire(self, outcome: str, why: str) -> None:
-        """Turn droidspeak off until the server restarts. All ranks call this in the same step.
-        Repeated calls do nothing."""
+        """Turn droidspeak off until the server restarts. All ranks call this in the same scheduler
+        step. Repeated calls do nothing."""
         if self._planner.off:
             return
         log.warning("%s: droidspeak is off until this server restarts", why)

@@ -1,7 +1,7 @@
 """Entry point that SGLang calls in each of its processes. `register` hooks SGLang's functions.
 
 These hooks run only at start-up, or in the front end. The linker places the hooks that run in every
-step. So a server that does not configure the linker runs SGLang's own code.
+scheduler step. So a server that does not configure the linker runs SGLang's own code.
 
 process    hooked function                hook
 front end  the step before SGLang's       raises the default

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class AnotherRankFailed(Exception):
-    """Another rank failed at this step, so this rank has to drop its own work on the step."""
+    """Another rank failed at this point, so this rank has to drop its own work, too."""
 
 
 class RanksApart(Exception):

@@ -1,6 +1,6 @@
 """Hooks on SGLang's weight updates. They find out which model is served after an update.
 
-before a write   A new generation of weights begins. The model is unknown: full prefills only.
+before a write   A new version of the weights begins. The model is unknown: full prefills only.
 tensors          Tensors that an update loads by the checkpoint's names are hashed as they load.
 folder           After an update from a folder, a thread hashes the folder's files.
 settled          All ranks know the same weights: the model has an id, and reuse begins again.
@@ -75,13 +75,13 @@ class WeightUpdates:
         }
 
     def restore(self, *_args: object, **_kwargs: object) -> None:
-        """Begin a generation of weights: SGLang will load a folder, or a session of updates
+        """Begin a new version of the weights: SGLang will load a folder, or a session of updates
         begins."""
         self._is_open |= not self._loads_folder
         self._begin()
 
     def reset(self, *_args: object, **_kwargs: object) -> None:
-        """Begin a generation of weights: SGLang will write random weights."""
+        """Begin a new version of the weights: SGLang will write random weights."""
         self._begin()
         self._forget("weights were reset")
 
@@ -140,7 +140,7 @@ class WeightUpdates:
 
     def settle(self) -> None:
         """Give the model its id once all ranks know the same weights. All ranks call it in the same
-        step. Does nothing while a rank still reads."""
+        scheduler step. Does nothing while a rank still reads."""
         if self._reading is None or not all(self._ranks.least([self._reading.done()])):
             return
         reading, self._reading = self._reading, None

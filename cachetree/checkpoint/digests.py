@@ -34,7 +34,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def tensor_digests(files: Sequence[Path], cache_dir: Path | None = None) -> Digests:
-    """Return a BLAKE3 digest of each tensor, by its name. It covers dtype, shape and every byte. It
+    """Return each tensor's name and BLAKE3 digest. A digest covers dtype, shape and every byte. It
     does not depend on how the tensors are spread over files.
 
     `cache_dir` has earlier results (see `kept`). Raises ConfigError naming a file that is broken.

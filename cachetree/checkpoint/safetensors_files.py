@@ -94,7 +94,8 @@ def require_no_others(files: list[Path], present: Iterable[Path]) -> list[Path]:
 
 
 def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """Return all tensors of these files, by name. Raises ConfigError naming a broken file."""
+    """Return all tensors of these files, with their names. Raises ConfigError naming a broken
+    file."""
     return {name: tensor for path in paths for name, tensor in _read_header(path)}
 
 

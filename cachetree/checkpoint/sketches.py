@@ -33,7 +33,7 @@ _BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
 
 Sketch = NDArray[np.float32]
 Sketches = Mapping[str, Sketch]
-"""Sketches of a model's tensors, by tensor name."""
+"""Sketch of each tensor of a model. Keys are tensor names."""
 EMPTY: Final[Sketches] = {}
 
 

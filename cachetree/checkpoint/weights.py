@@ -34,7 +34,7 @@ class Weights:
     computing: Mapping[str, Any]
     """Fields of the config that change the computation."""
     layouts: Mapping[str, Layout]
-    """Type and shape of every tensor of the model, by name."""
+    """Type and shape of every tensor of the model. Keys are names."""
     digests: Digests
     """Digests of the tensors with known content."""
     sketches: Sketches | None = None

@@ -2,8 +2,8 @@
 
     prefix     magic, size and checksum of the header
     header     msgpack: a `Record`
-    checksums  XXH3-64 of each page of each step, in the order of the payload
-    payload    all steps of the entry, one after the other, each with all pages in order
+    checksums  XXH3-64 of each page of each transfer step, in the order of the payload
+    payload    the transfer steps of the entry, in order, each with all pages in order
 
 The record tells the place of each layer, counted from the file's end. Each page of a layer has a
 checksum, so a reader can verify it without the other pages.
@@ -30,7 +30,8 @@ from cachetree.memory import Layout, checksum, index_of
 from cachetree.tree import Change
 
 Views = Callable[[Step, Span], Sequence[memoryview]]
-"""Function like `Lease.views`: it returns pages of a step, in order, in runs of whole pages.
+"""Function like `Lease.views`: it returns pages of a transfer step, in order, in runs of whole
+pages.
 
 `write_record` calls it for every step, and once more at the end. It raises an error if the bytes
 are no longer in memory; the unfinished file is then deleted.
@@ -127,8 +128,8 @@ def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
 
 
 def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memoryview) -> None:
-    """Read pages of a step into `into`, and verify them. Raises OSError if that fails; the content
-    of `into` is then undefined."""
+    """Read pages of a transfer step into `into`, and verify them. Raises OSError if that fails; the
+    content of `into` is then undefined."""
     index, page_bytes = index_of(step), layout.step_bytes
     checksums = bytearray()
     with path.open("rb") as file:

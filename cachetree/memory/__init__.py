@@ -3,7 +3,7 @@
 Arena    a `Pool`: host memory, allocated at the start and registered with the device
 Loan     memory that a pool has lent to a slab or a staging, in one run or several
 Slab     the loan of one reservation: all layers of its pages, given back page by page
-Staging  the loan of one fetch, which fills it step by step
+Staging  the loan of one fetch, which fills it one transfer step after another
 """
 
 from cachetree.memory.arena import Arena, ArenaReader, Register, unregistered

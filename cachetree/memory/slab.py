@@ -91,13 +91,13 @@ class Pool(Protocol):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Layout of an entry of `num_pages` pages in memory. Its steps are one after the other, and
-    have equal sizes."""
+    """Layout of an entry of `num_pages` pages in memory. Its transfer steps are one after the
+    other, and have equal sizes."""
 
     num_pages: int
     num_steps: int
     step_bytes: int
-    """Bytes of one page of one step."""
+    """Bytes of one page of one transfer step."""
 
     @classmethod
     def of(cls, family: Family, num_pages: int, part: Part) -> Layout:
@@ -118,12 +118,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> list[Blocks]:
-        """The memory that the entry needs: for each step, a block for each page."""
+        """The memory that the entry needs: for each transfer step, a block for each page."""
         return [Blocks(self.num_pages, self.step_bytes)] * self.num_steps
 
 
 def index_of(step: Step) -> int:
-    """Return the index of a step among all steps of its entry."""
+    """Return the index of a transfer step among all steps of its entry."""
     return step.layer if step.kind is Kind.KV else 0
 
 
@@ -158,15 +158,15 @@ class Slab:
 
     @property
     def checksums(self) -> dict[tuple[int, int], int]:
-        """Checksums of runs of bytes that were sent to peers, by address and size. They stay valid,
-        because complete pages do not change."""
+        """Checksums of runs of bytes that were sent to peers. Keys are address and size. They stay
+        valid, because complete pages do not change."""
         if self._checksums is None:
             self._checksums = {}
         return self._checksums
 
     def views(self, step: Step, pages: Span) -> list[memoryview]:
-        """Return views of one step of these pages, in order. Each contiguous run of memory has one
-        view."""
+        """Return views of one transfer step of these pages, in order. Each contiguous run of memory
+        has one view."""
         size, whole = self.layout.step_bytes, self._loan.memory
         places = self._loan.places(index_of(step), Span(pages.start * size, pages.stop * size))
         return [whole[it.start : it.stop] for it in places]

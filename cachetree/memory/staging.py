@@ -1,4 +1,4 @@
-"""Host memory that one fetch fills and one request reads, step by step."""
+"""Host memory for one request's fetch: filled and read one transfer step (layer) after another."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _ungated(block: Span, allowed: Sequence[BlockQuality]) -> NoReuse:
 
 
 def _named(block: Span) -> str:
-    """Write a block as a request names it."""
+    """Write a block as a request's control `block` does: `START:STOP`, or `none`."""
     return f"{block.start}:{block.stop}" if len(block) else "none"
 
 

@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Steps to fetch, in the order in which they are needed: E first, then KV layer by
+        """Transfer steps to fetch, in the order in which they are needed: E first, then KV layer by
         layer."""
         e = (Step(Kind.E, layer) for layer in self.transition_layers)
         is_everything = self.strategy is Strategy.EVERYTHING_FIRST
@@ -195,8 +195,8 @@ class Demand:
     """Largest number of bytes that one plan may fetch: the size of the staging memory. None: no
     limit. Pages that this host already has do not count."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)
-    """First layer at which a sender's weights differ from the receiver's, by sender. A sender that
-    is not listed has the first difference of its profile."""
+    """First layer at which a sender's weights differ from the receiver's, for each sender. A sender
+    that is not listed has the first difference of its profile."""
 
     @property
     def num_held(self) -> int:

@@ -1,4 +1,4 @@
-"""The pair profile: the verdict of an offline run about one (sender, receiver) pair.
+"""The pair profile: the profiler's verdict about one (sender, receiver) pair.
 
 A profile's file also has the evidence for the verdict (`profiles.evidence`), which servers ignore.
 """

@@ -13,9 +13,9 @@ Rules of a session
       entries. At most `MAX_UNANSWERED` are unanswered. If changes overflow their queue, a new
       snapshot begins. So the peer's view may be late, but never wrong.
     - Additions name parents before children; removals name children before parents.
-    - A fetch has an id that rises within the session. The worker answers with frames in the order
-      of the requested steps. On the same host it sends positions in its memory instead (Located).
-      Ended stops a fetch early.
+    - A fetch has an id that rises within the session. The worker answers with frames, one transfer
+      step (layer) after another. On the same host it sends positions in its memory (Located). Ended
+      stops a fetch early.
     - The worker keeps the pages in memory (a lease) until the kernel has the last frame, or until
       the peer has copied them.
     - The peer cancels a fetch that its reader gives up, and then ignores its frames. It also

@@ -71,7 +71,7 @@ ENTRY_PAGES: Final = 2048
 briefly."""
 
 _ENTRY_WEIGHT: Final = 8
-"""Size of all fields of an entry except its pages, as a number of page hashes."""
+"""Bytes of all fields of an `Entry` except its pages, divided by the bytes of one page hash."""
 
 
 def entries_of(change: Change) -> Iterator[Entry]:

@@ -50,12 +50,12 @@ class Connections:
     def __init__(self, most: int) -> None:
         self._most: Final = most
         self._ends: dict[int, tuple[Any, Any]] = {}
-        """Own and remote address of each connection, by libzmq's descriptor. If they have changed,
-        the descriptor belongs to another socket now."""
+        """Own and remote address of each connection. Keys are libzmq's descriptors. If an address
+        has changed, the descriptor belongs to another socket now."""
         self._silent: dict[int, str] = {}
-        """Sources of connections that never sent a message, by descriptor, oldest first."""
+        """Sources of connections that never sent a message, oldest first. Keys are descriptors."""
         self._heard: dict[int, str] = {}
-        """Sources of connections that have sent a message, by descriptor, oldest first."""
+        """Sources of connections that have sent a message, oldest first. Keys are descriptors."""
         self._ending: set[int] = set()
         """Connections that this object has ended, while libzmq has not yet reported them as
         closed."""

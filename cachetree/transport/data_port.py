@@ -63,7 +63,7 @@ class DataPort:
         self._tickets: dict[str, tuple[Ticket, Deadline]] = {}
         """Unused tickets by the name of the peer, oldest first."""
         self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
-        """Connections that have sent nothing yet, by file descriptor, the oldest first."""
+        """Connections that have sent nothing yet, the oldest first. Keys are file descriptors."""
         self._sources: dict[int, str] = {}
         """Source of each connection in `_silent`: a part of its IP address (`crowd.source_of`)."""
         self._epoll.register(self._listener, select.EPOLLIN)

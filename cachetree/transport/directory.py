@@ -42,7 +42,7 @@ class PeriodicTask:
         """`step` asks the directory at URL `name`."""
         self.name: Final = without_password(name)
         self.error = ""
-        """Error of the last run. Empty if that run succeeded."""
+        """Error of the last call of the function. Empty if that call succeeded."""
         self.has_gone_well: Final = threading.Event()
         self._limiter = LogLimiter()
         self._closing = threading.Event()

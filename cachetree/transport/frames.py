@@ -4,11 +4,11 @@ A frame is a header of 28 bytes and its payload. A seal protects both: with keys
 also finds changes; without keys, a checksum of the header.
 
     bytes [0, 8)    id of the fetch; 0 if the payload is a message of `wire`
-    bytes [8, 16)   position of the payload's first byte in the fetch, step after step
+    bytes [8, 16)   position of the payload's first byte in the fetch, over all transfer steps
     bytes [16, 24)  XXH3-64 of the payload
     bytes [24, 28)  size of the payload
 
-All numbers are little-endian. No frame has bytes of two steps.
+All numbers are little-endian. No frame has bytes of two transfer steps.
 
     peer                            worker, `listen`: CURVE if there are keys
     Hello                   ──►
@@ -70,7 +70,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     offset: int
     """Position of the payload's first byte in the fetch, in bytes. It is counted over the bytes of
-    all steps, in order."""
+    all transfer steps, in order."""
     size: int
     checksum: int
     """XXH3-64 of the payload."""

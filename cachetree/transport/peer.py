@@ -139,7 +139,8 @@ class Peer:
             return self.state is PeerState.READY
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        """Start to read the steps of `staging`, in order, each for all of `pages`. Returns at once.
+        """Start to read the transfer steps of `staging`, in order, for all of `pages`. Returns at
+        once.
 
         `staging` fails if the worker is not connected, is lost, no longer has the pages, breaks the
         protocol or is late. `staging.cancel` stops the fetch.

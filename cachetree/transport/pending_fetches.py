@@ -58,7 +58,7 @@ class PendingFetches:
         self.as_copies = False
         """Whether fetches bring copies to keep (see `Fetch.as_copy`). Set by `Pulls`."""
         self._asked: dict[int, FrameReceiver] = {}
-        """Fetches with a running request, by the request's id."""
+        """Fetches with a running request. Keys are the requests' ids."""
         self._broken: list[FrameReceiver] = []
         """Interrupted fetches, which wait for `resume`."""
 

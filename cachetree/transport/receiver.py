@@ -46,7 +46,7 @@ class FrameReceiver:
         self.asked_at_bytes = 0
         """Bytes that the connection had delivered when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))
-        """End of each step, in bytes from the beginning of the fetch."""
+        """End of each transfer step, in bytes from the beginning of the fetch."""
         self._landed = landed
         self._broke = broke
 
@@ -79,8 +79,8 @@ class FrameReceiver:
             return None
 
     def is_pending(self, frame: Frame) -> bool:
-        """Whether the memory from `buffer_for` may still be written: the request and the staging
-        have not ended."""
+        """Whether this frame's payload may still be written to the memory from `buffer_for`. It may
+        not once the frame's request, or the staging, has ended."""
         return frame.id == self.id and self.staging.error is None
 
     def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
@@ -115,5 +115,5 @@ class FrameReceiver:
         return staging.room(step, staging.sizes[step] - rest, frame.size)
 
     def _step_at(self, offset: int) -> int:
-        """Return the index of the step that has the byte at this offset."""
+        """Return the index of the transfer step that has the byte at this offset."""
         return bisect_right(self._stops, offset)

@@ -70,7 +70,7 @@ class SendQueue:
         self._wake = wake
         self._written_bytes = 0
         self._num_messages = self._num_written_messages = 0
-        """Number of messages queued so far, and how many of them are written to the kernel."""
+        """Messages queued so far. The kernel has taken `_num_written_messages` of them."""
         self._is_awaited = False
         """Whether `has_room` was false and `wake` has to be called."""
         self._is_over = False

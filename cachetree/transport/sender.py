@@ -35,7 +35,7 @@ class Payload(NamedTuple):
     """The payload of one frame."""
 
     offset: int
-    """Position of the first byte in the fetch, in bytes over all steps."""
+    """Position of the first byte in the fetch, in bytes over all transfer steps."""
     slab: Slab
     """Slab (reserved memory) of the first buffer in `parts`; it remembers checksums."""
     parts: list[memoryview]
@@ -48,7 +48,7 @@ def payloads_of(
     *,
     first_byte: int = 0,
 ) -> Iterator[Payload]:
-    """Cut the steps of leased pages, from byte `first_byte` on, into payloads of at most
+    """Cut the transfer steps of leased pages, from byte `first_byte` on, into payloads of at most
     `most_bytes`. Long runs of memory are cut; short ones are joined.
 
     Raises ProtocolError if `first_byte` is not within the steps.
@@ -64,7 +64,7 @@ def _payloads(
     runs: Sequence[Sequence[tuple[Slab, memoryview]]], most_bytes: int, first_byte: int
 ) -> Iterator[Payload]:
     """Yield payloads, from byte `first_byte` of all runs on. A payload has at most `most_bytes`,
-    all of one step. `runs` has a list of runs for each step."""
+    all of one transfer step. `runs` has a list of runs for each step."""
     offset = skipped = first_byte
     most_joined = min(most_bytes, _JOIN_BYTES)
     for of_step in runs:

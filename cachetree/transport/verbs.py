@@ -63,9 +63,9 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
     """Ended fetches by outcome: `ok`, a value of `wire.Why`, or `lost` (the peer was lost)."""
     hits: ByName = msgspec.field(default_factory=Counter)
-    """Fetches of peers for which a tier had all pages, by tier (`memory`, `disk`)."""
+    """Fetches of peers for which a tier had all pages, for each tier (`memory`, `disk`)."""
     misses: ByName = msgspec.field(default_factory=Counter)
-    """Fetches of peers for which a tier did not have all pages, by tier."""
+    """Fetches of peers for which a tier did not have all pages, for each tier."""
     family: Family | None = None
     disk: DiskStatus | None = None
     """State of the disk; None without a disk."""

@@ -122,16 +122,16 @@ class Learned(msgspec.Struct, frozen=True, tag="learned"):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Request to send these steps (KV or E of one layer) of these pages, step after step."""
+    """Request to send these transfer steps (KV or E of one layer) of these pages, in order."""
 
     id: int
     """Id of the fetch, higher than all earlier ids of this session."""
     model: Model
     pages: bytes
     steps: Steps
-    """Steps (kind, layer), in the order in which they are needed."""
+    """Transfer steps (kind, layer), in the order in which they are needed."""
     first_byte: int = 0
-    """First byte to send, counted over all steps in order. Earlier bytes have landed already."""
+    """First byte to send, counted over all transfer steps. Earlier bytes have landed already."""
     frame_bytes: int
     """Largest number of bytes of a frame's payload."""
     reads_arena: bool = False
@@ -335,8 +335,8 @@ def deadline_of(message: Fetch, clock: Clock) -> Deadline:
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
-    """Return the steps that a Fetch names. Raises ProtocolError if a step is named twice, or if its
-    layer does not exist."""
+    """Return the transfer steps that a Fetch names. Raises ProtocolError if a step is named twice,
+    or if its layer does not exist."""
     steps = tuple(Step(kind, layer) for kind, layer in message.steps)
     if len(set(steps)) != len(steps):
         raise ProtocolError("a fetch names a step twice")

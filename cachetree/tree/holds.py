@@ -50,8 +50,9 @@ class Lease(Hold):
         """Whether the lease has ended. The tree sets it."""
 
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
-        """Return the memory of one step (KV or E of one layer), one view for each run. A page takes
-        `family.page_bytes(step.kind)`. Pages count from the lease's first; None: all pages.
+        """Return the memory of one transfer step (KV or E of a layer), one view for each run. A
+        page takes `family.page_bytes(step.kind)`. Pages count from the lease's first; None: all
+        pages.
 
         Raises ValueError for a part that was not leased.
         """
@@ -87,9 +88,9 @@ class Lease(Hold):
 class Reservation(Hold):
     """Room for KV or E of new pages of one model. `match` sees the pages from `commit` on.
 
-    The owner fills the views of every step, then calls `commit`. `release`, or leaving the context
-    without a commit, gives the room back. While the reservation is open, the pages before the new
-    ones stay in the tree. Only one thread at a time may use it.
+    The owner fills the views of every transfer step, then calls `commit`. `release`, or leaving the
+    context without a commit, gives the room back. While the reservation is open, the pages before
+    the new ones stay in the tree. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Reservation(Hold):
         """Number of leading pages that the model had already."""
         self.slab: Final = slab
         self.steps: Final = steps_of(change.part, slab.layout.num_steps) if self.pages else ()
-        """Steps to fill; empty if no page is new."""
+        """Transfer steps to fill; empty if no page is new."""
         self._end = end
         self._is_open = True
 

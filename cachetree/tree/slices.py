@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 SLICE: Final = 16
-"""Number of steps in one slice. Most steps look at one node."""
+"""Number of steps (of a caller's generator) in one slice. Most look at one node."""
 _PAUSE_S: Final = 50e-6
 """Seconds between two slices. Without a pause, the next slice would often take the lock before
 threads that wait."""

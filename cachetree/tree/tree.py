@@ -56,8 +56,8 @@ class CacheTree:
         self._eviction = Eviction(retention.ttl_s, clock)
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
-        """Nodes directly below the root, by their first page. It stays the same dict, because the
-        root is never split."""
+        """Nodes directly below the root. Keys are their first pages. The dict stays the same
+        object: the root is never split."""
         max_pinned_bytes = int(retention.max_pinned_share * host_bytes)
         self._holds = Holds(self._trie, self._eviction, max_pinned_bytes)
         self._listeners = ChangeListeners()
@@ -69,7 +69,7 @@ class CacheTree:
         self.num_evictions = 0
         """Number of evicted entries, whatever the reason."""
         self._num_pages: Counter[ModelId] = Counter()
-        """Number of local pages with KV, by model."""
+        """Number of local pages with KV of each model."""
 
     @property
     def num_pages(self) -> int:
@@ -89,7 +89,7 @@ class CacheTree:
             return self._holds.num_bytes
 
     def pages_by_model(self) -> dict[str, int]:
-        """Return the number of local pages with KV, by model."""
+        """Return the number of local pages with KV of each model."""
         with self._lock:
             return {str(model): num for model, num in self._num_pages.items() if num}
 

@@ -4,7 +4,7 @@ fast    Feed in full prefill's answer, over all mixtures at once. Measure how fa
         distributions are from full prefill's.
 exact   Decode the answer greedily, and judge it by the data set's metric. If every token of full
         prefill's answer is still the most likely one, the answer is the same: it is not decoded.
-        Otherwise full prefill's answer is the draft: tokens that stay the same cost no step.
+        Otherwise full prefill's answer is the draft: tokens that stay the same cost no pass.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     sender: tuple[float, ...] = ()
     """Quality of the sender's answers, if the step made them."""
     scores: tuple[tuple[Score, ...], ...] = ()
-    """Scores by mixture of KV, in the step's order, then by question."""
+    """Scores of each mixture of KV, in the step's order, for each question."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
@@ -48,8 +48,8 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
 
 
 class Journal:
-    """Entries of a run by split, document and step, kept in a file. Raises ConfigError if another
-    run owns the file."""
+    """Entries of one run of the profiler, kept in a file. Keys are split, document and step. Raises
+    ConfigError if another run owns the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -34,7 +34,7 @@ PrefixKV = Sequence[KV | None]
 HOST: Final = torch.device("cpu")
 
 ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest difference of logits by rounding only, as a share of the largest logit, by dtype."""
+"""Largest difference of logits by rounding, as a share of the largest logit, for each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +161,8 @@ class LayeredModel:
     def _run(
         self, hidden: Tensor, layers: Span, e_layers: Collection[int]
     ) -> tuple[dict[int, KV], dict[int, Tensor]]:
-        """Return KV of `layers`, and E at `e_layers`, by layer. The last layer computes only K and
-        V."""
+        """Return KV of `layers`, and E at `e_layers`. Keys are layers. The last layer computes only
+        K and V."""
         made, e = {}, {}
         for layer in layers:
             if layer in e_layers:

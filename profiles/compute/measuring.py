@@ -1,5 +1,5 @@
-"""Measure plans and their alternatives on the documents of one split: every block by KL, chosen
-plans also by the data set's metric.
+"""Measure plans and baselines on the documents of one split: every block by KL, chosen plans also
+by the data set's metric.
 
     for each context
       the sender's pass: KV, and E at every layer at which a block starts
@@ -32,8 +32,8 @@ and 2 % more KL than the best block."""
 def sweep_steps(
     documents: Sequence[Document], blocks: Iterable[Span], num_layers: int, *, pruned: bool
 ) -> list[Step]:
-    """Return the steps that measure, by KL, every block, and the reuse of each single layer. Unless
-    `pruned`, they also measure by the metric."""
+    """Return the steps (measurements on one document) that measure, by KL, every block, and the
+    reuse of each single layer. Unless `pruned`, they also measure by the metric."""
     alone = [Candidate(alone=layer) for layer in range(num_layers)]
     return screening_steps(
         documents,

@@ -6,6 +6,9 @@ recomputed block. Mixtures that agree up to a layer share the work up to that la
     layer      0  1  2  3  4  5
     [2, 4)     S  S  N  N  S  S     S  sender's       N  new, made from the sender's E at 2
     [2, 5)     S  S  N  N  N  S     the first four layers of the two are computed once
+
+Decoding is speculative: each row (one answer) may have a draft, a guess of the whole answer. One
+pass through the layers checks several tokens of each draft.
 """
 
 from __future__ import annotations
@@ -69,8 +72,7 @@ class Asked:
     mixture: Mixture
     suffix: tuple[int, ...]
     draft: tuple[int, ...] = ()
-    """A guess of the answer. It only saves time: a step accepts all tokens of the guess that are
-    right."""
+    """Guess of the answer, so that fewer passes are needed. It does not change the answer."""
 
 
 def decode(
@@ -96,9 +98,9 @@ def decode(
 
 
 class _Row:
-    """One answer during decoding: its tokens so far, and the tokens to run in the next step.
+    """One answer during decoding: its tokens so far, and its tokens in the next pass (`given`).
 
-    # given   known tokens that have not gone through the layers, then guesses from the draft
+    `given` has known tokens that have not gone through the layers, then guesses from the draft.
     """
 
     def __init__(self, asked: Asked, max_new: int, ends: frozenset[int]) -> None:
@@ -138,7 +140,7 @@ class _Row:
 def _decode(
     model: LayeredModel, sources: Sequence[PrefixKV], rows: Sequence[_Row], max_rows: int
 ) -> None:
-    """Fill `answer` of every row with greedy tokens. Each step runs the new tokens and guesses of
+    """Fill `answer` of every row with greedy tokens. Each pass through the layers takes `given` of
     all rows, and keeps right guesses. At most `max_rows` distributions exist at a time."""
     # For each layer: the rows that read each source.
     readers: list[dict[int, list[int]]] = [{} for _ in range(model.num_layers)]

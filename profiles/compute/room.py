@@ -79,7 +79,7 @@ def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.devi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes of one model's tensors, by kind."""
+    """Bytes of one model's tensors, for each kind of tensor."""
 
     num_layers: int
     kv: int

@@ -1,4 +1,5 @@
-"""Measure one document step by step. Its KV and E are computed at their first use.
+"""Measure one document in steps: each step is one measurement. Its KV and E are computed at their
+first use.
 
 Every pass over a prefix is counted, and every step's result goes to the journal.
 """
@@ -49,10 +50,10 @@ class Bench:
     receiver: Answerer
     journal: Journal
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """Maps that correct E, by digest."""
+    """Maps that correct E. Keys are digests."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
-    """The receiver's answers by full prefill, by document. Another pair with the same receiver may
-    have made them."""
+    """The receiver's answers by full prefill. Keys are documents. Another pair with the same
+    receiver may have made them."""
     pairs: Mapping[Task, tuple[Answerer, Answerer]] = field(default_factory=dict)
     """Models by task, for a line of models. Other tasks use `sender` and `receiver`."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
@@ -90,7 +91,7 @@ class DocumentPasses:
     own_e_layers: Collection[int] = ()
     """Layers at which the receiver's E is kept."""
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """Maps that correct E, by digest."""
+    """Maps that correct E. Keys are digests."""
     count: int = field(default=0, init=False)
     """Number of passes over the prefix so far."""
 

@@ -163,7 +163,8 @@ def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> l
 
 
 def _load(spec: str, options: TaskOptions, data_dir: Path | None) -> list[tuple[str, Source]]:
-    """Load the sources that `spec` names, each with a key. Equal keys mean the same data."""
+    """Load the sources that `spec` names. Return each behind the key of its data: `spec`, or the
+    path of its file. Sources of the same data have equal keys."""
     kind, colon, rest = spec.partition(":")
     if spec == GSM8K:
         problems = _lines(spec, GSM8K, data_dir, _GSM8K)

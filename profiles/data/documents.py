@@ -3,7 +3,8 @@
     template's text before the context    ┐
     context, its whole pages              ┘ prefix: reused
     context, its last incomplete page     ┐
-    rest of the template, with the input  ┘ suffix: new for every question
+    rest of the template, with the        │ suffix: new for every question
+    question (the record's `input`)       ┘
 
 Prompts are tokenised as a server tokenises text, special tokens included. Prompts of a chat are
 tokenised as the OpenAI endpoint tokenises one message of a user. A tokenizer may join the end of
@@ -43,13 +44,13 @@ class Question:
     """Tokens after the reused prefix, up to the answer. There is at least one."""
     draft: Tokens
     """Guess of the answer: the first accepted answer and EOS, as far as they exist, at most the
-    task's `max_new` tokens. A model decodes all right tokens of the guess in one step."""
+    task's `max_new` tokens. A model decodes all right tokens of the guess in one pass."""
     answers: tuple[str, ...]
     classes: tuple[str, ...] = ()
     """Classes that an answer may name, if the data set has classes."""
     name: str
-    """The record's `_id`, or `file:line`. Questions that are loaded together have different
-    names."""
+    """Name of the question's record: its `_id`. If it has none, or another record has the same one:
+    its place, `file:line`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

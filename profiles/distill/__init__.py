@@ -8,7 +8,7 @@ learns from a teacher's answers, or from right answers in the data.
     prompts   data ─► questions about documents, each cut at its invocation
     forward   many questions behind a document's frozen KV, in one forward
     student   the adapter: its first weights, its state on disk, its export
-    training  the teacher's answers, and the steps
+    training  the teacher's answers, and the training steps
     judge     compares the student with its teacher on held-out contexts
     distiller runs all of these; `evidence` has what it writes beside the adapter
     cli       the command

@@ -1,6 +1,6 @@
 """Run `droidspeak distill`: train an adapter that reads its base's KV without loss, and judge it.
 
-prompts ─► train ─► the teacher's answers ─► steps ─► adapter
+prompts ─► train ─► the teacher's answers ─► training steps ─► adapter
            held out ─► the adapter beside its teacher ─► gate ─► verdict and report
 """
 
@@ -69,7 +69,8 @@ PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
 _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
 """Settings that change the trained adapter, in addition to models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
-"""The learning curve has a point at step 0, and at the number of steps divided by each of these."""
+"""Points of the learning curve: training step 0, and the number of steps divided by each of
+these."""
 _LEARNED: Final[Mapping[str | None, str]] = {
     None: "the teacher's answers",
     "only": "the data's answers",
@@ -180,7 +181,7 @@ class Distiller:
         return distilled
 
     def _show(self, judge: Judge, reader: Reader, step: int) -> None:
-        """Score the first held-out contexts, if the curve has a point at this step."""
+        """Score the first held-out contexts, if the curve has a point at this training step."""
         num_steps = self._settings.steps
         if step in {0, *(num_steps // it for it in _CURVE)}:
             shown_of = range(min(NUM_SHOWN, len(self.prompts.held_out)))
@@ -319,7 +320,8 @@ def load_lessons(
 
 
 def _size_of(lesson: Lesson, step: Step) -> int:
-    """Cost of a step in tokens. A token of the document has no gradient, and counts an eighth."""
+    """Cost of a training step in tokens. Tokens of the document have no gradient: each counts an
+    eighth."""
     questions = lesson.document.questions
     asked = sum(len(questions[it].suffix) + len(questions[it].draft) for it in step.questions)
     return asked + len(lesson.document.prefix) // 8

@@ -42,7 +42,7 @@ count as one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """An answer, with the model's likeliest alternatives to each token."""
+    """An answer, with the model's likeliest other tokens in place of each token."""
 
     tokens: Tokens
     likeliest: Tensor

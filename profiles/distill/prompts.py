@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTEXT, _INPUT = "\ue000", "\ue001"
-"""Placeholders of context and input in a prompt. No text has these characters."""
+"""Placeholders of a record's `context` and `input` in a prompt. No text has these characters."""
 ANSWER: Final = "answer"
 QUESTION: Final = "question"
 
@@ -54,7 +54,7 @@ class Invocation:
     text: str
     ids: Tokens
     follows_input: bool
-    """True if the invocation is after the input, False if it is before the input."""
+    """True if the invocation is after the question (the record's `input`), False if before it."""
 
 
 def load_prompts(paths: Sequence[str], options: TaskOptions) -> list[Source]:
@@ -190,7 +190,8 @@ def _invoked(
 
 
 def _around(task: Task, encode: Encoder) -> tuple[str, str]:
-    """Return two texts of a prompt: between context and input, and behind the input."""
+    """Return the template's text between the context and the question (the record's `input`), and
+    its text behind the question."""
     _, _, rest = encode.text(task.prompt(_CONTEXT, _INPUT)).partition(_CONTEXT)
     between, match, behind = rest.partition(_INPUT)
     if not match or _INPUT in behind:

@@ -87,7 +87,7 @@ def save_state(file: Path, step: int, student: PeftModel, optimizer: torch.optim
 
 @torch.no_grad()
 def load_state(file: Path, student: PeftModel, optimizer: torch.optim.Optimizer) -> int:
-    """Load a saved state into student and optimizer. Return its step; 0 if no state is saved."""
+    """Load a saved state into student and optimizer. Return its training step, or 0."""
     if not file.exists():
         return 0
     tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""Turn lessons into an adapter: ask the teacher, then take the steps.
+"""Turn lessons into an adapter: ask the teacher, then take the training steps.
 
     teacher   reads every training document itself ─► its answers, or the data's,
               with its likeliest next tokens at each of their tokens
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S: Final = 60.0
 WARM_UP: Final = 15
-"""Steps until the learning rate reaches its peak; at most a quarter of all steps."""
+"""Training steps until the learning rate reaches its peak; at most a quarter of all steps."""
 AT_ONCE: Final = 32
 """Number of questions that are answered together."""
 _SMALL: Final = 1e-6

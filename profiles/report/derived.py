@@ -99,7 +99,7 @@ class Way:
 
 
 def ways(profile: MeasuredProfile) -> Iterator[Way]:
-    """Yield full prefill, full reuse, the sender's own answers, and the alternatives to plans."""
+    """Yield full prefill, full reuse, the sender's own answers, and the baselines."""
     split, num_layers = profile.held_out, profile.receiver.num_layers
     reuse_s = profile.costs.ttft_s((), *split.mean_lengths)
     full, reuse, mean = "full prefill", "full reuse", split.full_prefill.mean

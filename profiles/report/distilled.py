@@ -30,7 +30,7 @@ def write_page(distilled: Distilled, folder: Path) -> None:
 
 
 def tasks(distilled: Distilled) -> Table:
-    """Compare the adapter with its teacher, by data set."""
+    """Compare the adapter with its teacher on each data set."""
     return table(
         "Held-out questions",
         distilled.tasks,
@@ -51,7 +51,7 @@ def tasks(distilled: Distilled) -> Table:
 
 
 def curve(distilled: Distilled) -> Table:
-    """Quality, agreement and KL by steps."""
+    """Quality, agreement and KL at each point (training step) of the learning curve."""
     return table(
         f"The first {distilled.num_shown} held-out contexts, by steps",
         distilled.curve,

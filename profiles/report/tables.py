@@ -154,7 +154,7 @@ def tasks(profile: MeasuredProfile) -> Table:
 
 
 def baselines(profile: MeasuredProfile) -> Table:
-    """Show the alternatives to plans, below full prefill, full reuse and the sender's answers."""
+    """Show the baselines, below full prefill, full reuse and the sender's answers."""
 
     def known(value: Row | None, say: Callable[[Row], str]) -> str:
         return words.ABSENT if value is None else say(value)

@@ -322,7 +322,7 @@ def _point(
 
 def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
     """Return an upper bound on a plan's mean total variation from full prefill. The drift guard
-    allows this distance beyond the noise of two exact runs."""
+    allows this distance beyond the noise between two exact prefills."""
     distances = [[it.tv for it in scores] for scores in held_out]
     return mean_bound(_by_context(documents[: len(held_out)], distances), DRIFT_ERROR_RATE)
 
@@ -370,7 +370,7 @@ def _few(findings: Findings) -> list[Document]:
 
 
 def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
-    """Predicted TTFT of a plan or alternative at the split's mean lengths."""
+    """Return the predicted TTFT of a plan or baseline, at the split's mean lengths of prompts."""
     if not candidate.share:
         return costs.ttft_s(candidate.runs, *split.mean_lengths)
     compute_s = candidate.share * costs.layers_s(split.mean_lengths[0], costs.num_layers)

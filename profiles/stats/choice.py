@@ -22,16 +22,16 @@ from profiles.stats.gate import MOST_CONTEXTS, contexts_needed
 from profiles.stats.measured import Candidate, Measured, Qualities, Scores, mean_of, spread
 
 MOST_STARTS: Final = 16
-"""Largest number of layers at which blocks begin, by default. Each of them costs a pass over the
-prefix. The number of blocks grows with the square of this number."""
+"""Largest number of different layers at which blocks start, if the user gives no `--group`. Each of
+these layers costs one more pass over a context. The number of blocks grows with the square."""
 MOST_TRIED: Final = 12
 """Largest number of plans, with corrected E or without, that are decoded and tried by the gate."""
 MOST_SHARE: Final = 0.9
 """Largest share of all layers that a plan worth trying recomputes. A limit by predicted time would
 depend on the noise of the clock."""
 NUM_SPLITS: Final = 3
-"""Largest number of alternatives that split the recommended block into several runs. They differ in
-the number of runs."""
+"""Largest number of baselines that split the recommended block into several runs of layers. They
+differ in the number of runs."""
 
 
 def default_group(num_layers: int) -> int:
@@ -178,9 +178,9 @@ def qualities_of(scores: Scores) -> list[list[float]]:
 def baselines(
     frontier: Sequence[Candidate], recommended: Candidate | None, ranking: Sequence[int]
 ) -> list[Candidate]:
-    """Make alternatives that recompute as many layers as plans of the frontier do. `ranking` has
-    all layers, the most sensitive first. A recommended plan that corrects E is not split: its map
-    fits only E at the plan's first layer."""
+    """Make baselines that recompute as many layers as plans of the frontier do. `ranking` has all
+    layers, the most sensitive first. A recommended plan that corrects E is not split: its map fits
+    only E at the plan's first layer."""
     num_layers = len(ranking)
     sizes = spread([len(it) for it in frontier if len(it) < num_layers])
     sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})

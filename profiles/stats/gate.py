@@ -81,7 +81,7 @@ a bet loses this share of its stake. One such context would ruin a bet of 1."""
 _STAKES: Final = np.array([0.4, 0.35, 0.15, 0.1])
 """Stake of each bet at the start. Together they are 1."""
 _STEPS: Final = 1_000_000
-"""Number of steps between 0 and 1 in which a bound is searched."""
+"""Number of equal parts of [0, 1]: a bound is a multiple of 1 / `_STEPS`."""
 
 MOST_CONTEXTS: Final = 300
 """Largest number of contexts of a task that judge, unless the user asks for more or fewer."""
@@ -90,8 +90,8 @@ MOST_CONTEXTS_NAMED: Final = 3_000
 
 
 def interval(values: Qualities) -> Interval:
-    """Mean over contexts, with its 95 % interval by a bootstrap of contexts. It is for people to
-    look at."""
+    """Return the mean quality over contexts, with its 95 % interval by a bootstrap of contexts. The
+    interval is only shown; the gate does not read it."""
     of_contexts = _means(values)
     mean = float(of_contexts.mean())
     rng, means = np.random.default_rng(_SEED), []

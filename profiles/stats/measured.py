@@ -1,4 +1,4 @@
-"""Measurements of a run, before they become a profile: only values, light to import."""
+"""Measurements of one pair, before they become a profile: only values, light to import."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ Qualities = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan or an alternative. It says which KV the receiver computes itself: runs of layers from
-    the sender's E (`runs`), a share of the tokens (`share`), all layers except one (`alone`), or
-    none (full reuse)."""
+    """A plan or baseline. It says which KV the receiver computes itself: runs of layers from the
+    sender's E (`runs`), a share of the tokens (`share`), all layers except one (`alone`), or none
+    (full reuse)."""
 
     kind: BaselineKind | None = None
     """Kind of baseline. None for a plan, for full reuse, and for a single layer."""
@@ -88,7 +88,7 @@ NO_BLOCK: Final = Candidate(runs=(EMPTY_SPAN,))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one split, by context, then by question."""
+    """Measurements of one split: for each context, then for each question."""
 
     sender: list[Sequence[float]]
     """Quality of the sender's answers over its own KV."""

@@ -5,7 +5,7 @@ last invocation. So these tokens have the base's KV, which may be in the cache a
 
     prompt   document … question …   <invocation> … answer …
              base                   │ adapter
-    KV       the base's, shared     │ this request's, in a namespace of its own
+    KV       the base's, shared     │ this request's, with its own `extra_key`
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ActivatedAdapters:
     def __init__(self, models: Models) -> None:
         self._models: Final = models
         self._reqs: WeakValueDictionary[tuple[str, str | None], Req] = WeakValueDictionary()
-        """Requests with an invocation, by id and adapter. The id is not unique: a new request may
-        get the id of an answered request that is still in a batch."""
+        """Requests with an invocation. Keys are id and adapter. The id is not unique: a new request
+        may get the id of an answered request that is still in a batch."""
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
         """Raise ConfigError if SGLang's LoRAManager cannot serve its present adapters together with
@@ -71,7 +71,7 @@ class ActivatedAdapters:
 
     def fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
         """Whether a CUDA graph has room for the batch once its rows are split. SGLang asks before
-        it prepares a batch, and again before the run."""
+        it prepares a batch, and again before it runs the batch."""
         return original(manager, self._split(batch))
 
     def can_schedule(

@@ -1,9 +1,9 @@
 """The models that one server answers as: its base, and each loaded LoRA adapter.
 
 Only this module knows which model is served now. A change of the base's weights begins a new
-generation. A request belongs to the generation in which it was last seen in the queue. Only a
-request of the present generation has an `Owner`: the model under which its KV is stored and reused.
-So all of a request's KV that is stored or reused comes from the same weights.
+generation (one version of the weights). A request belongs to the generation in which it was last
+seen in the queue. Only a request of the present generation has an `Owner`: the model under which
+its KV is stored and reused. So all KV of a request that is stored or reused is from one version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _nobody(*_known: object) -> None:
 
 
 LoraId = str | None
-"""SGLang's id of an adapter. Each load of an adapter gets a new id. None is the base."""
+"""SGLang's id of an adapter: a new one each time SGLang loads the adapter. None is the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class _Reading:
     """Stamps of the files before and after SGLang loaded them. Empty after an unload."""
 
     def result(self) -> tuple[str, Adapter]:
-        """Return digest and adapter. Raises ConfigError if files changed, or after an unload."""
+        """Return the digest and adapter that the thread has read. Raises ConfigError if the files
+        changed since SGLang began to load the adapter, or if SGLang has unloaded it."""
         digest, adapter, stamp = self.content.result()
         if not self.stamps:
             raise ConfigError("it is not loaded any more")
@@ -95,7 +96,7 @@ class _Reading:
 
 
 class Models:
-    """The models of this server, by adapter id. Scheduler thread only.
+    """The models of this server. Keys are adapter ids. Scheduler thread only.
 
     A thread hashes the files of each adapter that is loaded while the server runs. Until `settle`
     adds the adapter, it answers requests, but shares with no model.
@@ -115,8 +116,8 @@ class Models:
         self.generation = 0
         """Number of times that the base's weights were written."""
         self.place = ""
-        """Suffix of namespaces in SGLang's tree. It separates the KV of the present generation from
-        earlier KV. Empty once SGLang has flushed its tree."""
+        """Suffix of the requests' `extra_key`. It separates the KV of the present version of the
+        weights from earlier KV in SGLang's tree. Empty once SGLang has flushed its tree."""
         self.ids: set[str] = set()
         """Ids of all adapters that SGLang ever tried to load. SGLang's tree may have their KV."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
@@ -139,14 +140,14 @@ class Models:
         return set() if self.unknown else {it.model_id for it in self._loaded.values()}
 
     def change(self) -> None:
-        """Begin a generation: the base's weights will be written. No model is known until
-        `become`."""
+        """Begin a generation (one version of the weights): the base's weights will be written. No
+        model is known until `become`."""
         self.unknown = "weights_updated"
         self.generation += 1
         self.place = prefixes.place_of_generation(self.generation)
 
     def become(self, base: ModelIdentity) -> None:
-        """Set the model of the present generation, once its weights are known."""
+        """Set the base's identity after a change of its weights. All models are known again."""
         self._base, self.unknown = base, ""
         self._differences.clear()
         for lora_id, model in self._loaded.items():

@@ -227,8 +227,8 @@ def check_quality(samples: Samples, profile: PairProfile) -> QualityCheck:
 
 
 def _largest_chance(mean: float, expected: float) -> float:
-    """Return Hoeffding's bound b. Suppose that n independent values from 0 to 1 have an expected
-    mean of at most `expected`. Then their mean reaches `mean`, a larger number, with a probability
-    of at most b to the power of n."""
+    """Return b for Hoeffding's bound: n independent values from 0 to 1 have a mean of `mean` or
+    more with a probability of at most b ** n. Their expected mean is at most `expected`, which is
+    less than `mean`."""
     below = ((1 - expected) / (1 - mean)) ** (1 - mean) if mean < 1 else 1.0
     return float((expected / mean) ** mean * below)

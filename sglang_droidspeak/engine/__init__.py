@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 Hook = tuple[Callable[..., object], HookType]
 Hooks = Mapping[str, Hook]
-"""Hooks, by the dotted names of the functions of SGLang that they hook."""
+"""Hooks. Keys are the dotted names of the functions of SGLang that they hook."""
 
 
 def resolved(server_args: Any) -> Any:
@@ -70,8 +70,8 @@ def switched_on(names: Collection[str]) -> list[str]:
 
 
 def step_tokens(server_args: Any) -> int:
-    """Return the largest number of tokens that SGLang prefills in one step: the size of a chunk. If
-    SGLang does not cut prompts (-1), the limit of a batch."""
+    """Return the largest number of tokens that SGLang prefills in one scheduler step: the size of a
+    chunk. If SGLang does not cut prompts (-1), the limit of a batch."""
     args = resolved(server_args)
     chunk = args.chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens

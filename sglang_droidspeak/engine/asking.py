@@ -27,7 +27,7 @@ SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()[:32]
 because a process inherits `authkey` from its parent."""
 ANSWERED: Final = f"droidspeak_answered_{SECRET}"
 """Key in `custom_params` that marks the server's own requests. Users cannot know it. The value is
-the number of tokens at the input's end that repeat an earlier answer."""
+the number of tokens at the prompt's end that repeat an earlier answer."""
 
 
 def add_pages(key: str) -> None:

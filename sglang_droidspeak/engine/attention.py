@@ -17,7 +17,7 @@ _MIB: Final = 1 << 20
 _PLANS_BYTES: Final = 4 * 8 * _MIB
 """Bytes for the plans of FlashInfer's four wrappers, 8 MiB each."""
 _LARGE_BYTES: Final = {"Qwen2ForCausalLM": 512 * _MIB, "Qwen3ForCausalLM": 512 * _MIB}
-"""Least bytes of workspace that SGLang gives FlashInfer, by the model's architecture."""
+"""Least bytes of workspace that SGLang gives FlashInfer. Keys are model architectures."""
 
 
 def attention_bytes(choice: str, architectures: Sequence[str]) -> int:

@@ -83,8 +83,8 @@ class LabelNotes:
         return replies if request is None else self._noted(request.scope["state"], replies)
 
     def _hint(self, obj: Any, source: bytes) -> None:
-        """Add the peer that the header names to the request's controls, unless they name a peer
-        already. Ignore a header that is too long for a host."""
+        """Set the control `peer` of each prompt in `obj` to `source`, the value of the header. A
+        `peer` that the user has set stays. Ignore values of more than `_MAX_SOURCE` bytes."""
         if not 0 < len(source) <= _MAX_SOURCE:
             return
         hint = {"peer": source.decode("latin-1")}

@@ -1,4 +1,5 @@
-"""Hash the pages of a request's prompt, and choose its namespace in SGLang's radix tree.
+"""Hash the pages of a request's prompt, and choose its namespace in SGLang's radix tree: the end of
+SGLang's `extra_key`.
 
 SGLang's hash of a page covers the page's tokens, all tokens before them, the salt and the extra
 key. SGLang appends the adapter's id to the extra key. So each adapter has its own tree and its own
@@ -14,12 +15,12 @@ SGLang joins the tenant, which is the user's key, and the namespace without a se
 could end like an adapter's namespace. A request of the base model with this key gets another
 tenant, which users cannot name.
 
-Each change of plans begins a new generation of plans. Its number follows APPROXIMATE, so that new
-requests read no older approximate KV. The length of the prompt's head comes next. The head is the
-first pages, if many prompts share them; it stays exact.
+Each change of the plans in service begins a new generation (one version of the plans). Its number
+follows APPROXIMATE, so that new requests read no older approximate KV. The length of the prompt's
+head comes next. The head is the first pages, if many prompts share them; it stays exact.
 
-An update begins a new generation of weights. The model's namespace then ends with a mark of this
-generation, until SGLang flushes its tree. So requests cannot reach KV of the former weights.
+An update begins a new generation (one version of the weights). The model's namespace then ends with
+a mark of this generation, until SGLang flushes its tree. So requests find no KV of former weights.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _NUM_APPROXIMATE: Final = "droidspeak_num_approximate"
 _WEIGHTS: Final = "droidspeak_weights"
 _NOT_INVOKED: Final = "droidspeak_not_invoked"
 _FIRST: Final = (0, "")
-"""First generation of weights, before any update: its number (0), and the mark of its namespaces
+"""First version of the weights, before any update: its number (0), and the mark of its namespaces
 (none)."""
 _ID_CHARS: Final = 32
 """Number of characters of an adapter's id. SGLang makes ids as hexadecimal UUIDs."""
@@ -130,18 +131,18 @@ def namespace_of(req: Req) -> str:
 
 
 def generation_of(req: Req) -> int:
-    """Return the generation of weights that `run_with` last set for the request."""
+    """Return the number of the version of the weights that `run_with` last set for the request."""
     return getattr(req, _WEIGHTS, _FIRST)[0]
 
 
 def place_of_generation(generation: int) -> str:
-    """Return the mark that ends the namespaces of a generation of weights. Users cannot name it."""
+    """Return the mark that ends namespaces of one version of the weights. Users cannot name it."""
     return f"@{SECRET}-{generation}"
 
 
 def run_with(req: Req, generation: int, place: str) -> None:
-    """Let the request find and insert only KV of this generation of weights. `place` is the mark of
-    the generation. Call it while the request holds nothing of SGLang's tree."""
+    """Let the request find and insert only KV of this version of the weights. `place` is the mark
+    of this version. Call it while the request holds nothing of SGLang's tree."""
     if getattr(req, _WEIGHTS, _FIRST) != (generation, place):
         _note(req, _WEIGHTS, (generation, place))
 
@@ -165,14 +166,14 @@ def place_of(req: Req) -> str:
 
 def approximate_of(req: Req) -> str:
     """Return the namespace of approximate KV for this request. Two requests share it if they have
-    the same generation of plans, and heads of the same length."""
+    the same version of the plans in service, and heads of the same length."""
     head = f"#{num_head(req)}" if num_head(req) else ""
     return APPROXIMATE + getattr(req, _GENERATION, "") + head + namespace_of(req)
 
 
 def join(req: Req, generation: str) -> None:
-    """Let the request share approximate KV only with requests of this generation of plans. Call it
-    while the request holds nothing of SGLang's tree."""
+    """Let the request share approximate KV only with requests of this version of the plans in
+    service. Call it while the request holds nothing of SGLang's tree."""
     _note(req, _GENERATION, generation)
 
 

@@ -1,6 +1,6 @@
 """The drift guard: measure how far approximate KV changes served answers, and stop bad plans.
 
-shadows    compare answers with an exact run afterwards. They run on the event loop of SGLang's
+shadows    compare answers with exact prefills afterwards. They run on the event loop of SGLang's
            TokenizerManager, and send ordinary requests to the scheduler.
 plans      the distance of an answer, the evidence against each plan, and alarms. Pure.
 probation  evidence about an inherited plan. Pure.

@@ -6,14 +6,14 @@ All answers by a plan are compared at first, while there is some evidence agains
 alarm against another plan of its pair. With `gate: none`, a block that requests name is watched as
 a plan that promises no quality.
 
-How far an answer was from an exact run
----------------------------------------
+How far an answer was from an exact prefill
+-------------------------------------------
 
-SGLang reports the most likely tokens of both runs. No other token is more likely than the last of
-them. Total variation is the largest difference between the probabilities that both runs give to a
-set of tokens. It has a lower bound: sum how much more one run gives to each token than the other
-run can give at most. The bound is 0 if both runs are equal. The bound is close to the total
-variation if few tokens have nearly all of the probability.
+SGLang reports the most likely tokens of the answer and of an exact prefill (the two sides). No
+other token is more likely than the last of them. Total variation is the largest difference between
+the probabilities that both sides give to a set of tokens. It has a lower bound: sum how much more
+one side gives to each token than the other side can give at most. The bound is 0 if both sides are
+equal. The bound is close to the total variation if few tokens have nearly all of the probability.
 
 Has the mean of these distances risen above what is allowed?
 ------------------------------------------------------------
@@ -27,8 +27,8 @@ Assume that each value's mean, given all values before it, is at most `allowed`.
 factor's mean is at most 1. So evidence grows by at most 1 per comparison (shadow) on average, for
 any distribution. So does the sum of the evidence against all plans of a server. So an alarm at
 `ALARM` comes after at least `ALARM` comparisons of the server on average, for any number of plans.
-How often shadows run may depend on the evidence, because a decision about the next shadow uses only
-the past.
+How many answers are compared may depend on the evidence, because each decision about the next
+comparison uses only the past.
 
 Ordinary traffic breaks the assumption: hard documents come one after another, and then the mean
 given the past is above the overall mean. No bound holds for all orders of documents. So two limits
@@ -58,7 +58,8 @@ POSITIONS: Final = 8
 """Number of an answer's first positions that are compared."""
 
 LogProbs = Mapping[int, float]
-"""Log-probabilities at one position, by token id: of the most likely tokens, and perhaps others."""
+"""Log-probabilities of the most likely tokens at one position, and perhaps of others. Keys are
+token ids."""
 
 SHARES: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Bets: how strongly one distance changes the evidence. They are shares of the largest bet, under
@@ -78,7 +79,7 @@ NUM_FIRST: Final = 20
 """Number of comparisons for which a plan counts as new. After a first one, chosen by chance, every
 request by a new plan is compared."""
 NOISE: Final = 0.02
-"""Largest distance that two exact runs have, in half precision and in different batches. If a
+"""Largest distance that two exact prefills have, in half precision and in different batches. If a
 profile does not say how far a plan is from full prefill, the plan is allowed only this distance."""
 HOUR_S: Final = 3600
 MAX_DOCUMENTS: Final = 256
@@ -91,7 +92,7 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] | None
     e_corrected: bool
     allowed: float = NOISE
-    """Allowed mean distance from exact runs."""
+    """Allowed mean distance from exact prefills."""
     quality: float = 0.0
     """Quality that the profile promises. 0 for a block that a request named and no profile has."""
     num_shadows: int = 0
@@ -120,7 +121,8 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[float, int]:
-        """Sort key that puts the best plan first."""
+        """Sort key: the plan with the highest promised quality is first. If two promise the same,
+        the plan that recomputes more layers is first."""
         start, stop = self.block or (0, 0)
         return -self.quality, start - stop
 
@@ -136,7 +138,7 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     """Digest of the profile's content. If the digest changes, the evidence begins anew."""
     plans: tuple[WatchedPlan, ...]
-    """Plans that are not exact, the best first."""
+    """Plans that are not exact, sorted by `WatchedPlan.order`."""
     num_left: int
     """Number of plans in service: the first ones of `plans`."""
 
@@ -178,11 +180,11 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one comparison: the distance of a request's answer from an exact run."""
+    """Result of one comparison: the distance of a request's answer from an exact prefill."""
 
     plan: PlanId
     tv: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    """Distance between answer and exact run: the mean total variation."""
+    """Distance between answer and exact prefill: the mean total variation."""
     document: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Digest of the tokens with reused KV. If empty, the request is a document of its own."""
     hour: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
@@ -196,7 +198,7 @@ class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     missed: dict[
         Literal["dropped", "failed"], Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
     ] = {}
-    """Number of comparisons without a result, by cause."""
+    """Number of comparisons without a result, for each cause."""
     reset: str | None = None
     """Id or name of a sender, or `all`. The evidence about the sender's pairs begins anew."""
 
@@ -324,7 +326,7 @@ def distance(served: Sequence[LogProbs], exact: Sequence[LogProbs]) -> float:
 
 
 def total_variation(served: LogProbs, exact: LogProbs) -> float:
-    """Return a lower bound of the total variation between both runs at one position."""
+    """Return a lower bound of the total variation between both sides at one position."""
     ours, theirs = ({token: exp(it) for token, it in one.items()} for one in (served, exact))
     return max(_excess(ours, theirs), _excess(theirs, ours))
 

@@ -33,7 +33,7 @@ then evidence in favour could not grow."""
 
 
 class Probation(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence against and in favour of a plan on probation, each by bet."""
+    """Evidence about a plan on probation: a number for each of BETS_AGAINST and BETS_IN_FAVOUR."""
 
     against: tuple[float, ...] = (1.0,) * len(BETS_AGAINST)
     in_favour: tuple[float, ...] = (1.0,) * len(BETS_IN_FAVOUR)

@@ -73,7 +73,7 @@ class PairsInService:
         self._heirs: Mapping[Pair, LineProfile] = {}
         """Pairs that inherit a plan from a line of models. The record contains no such pair."""
         self._left: Final[dict[Line, int]] = {}
-        """Number of plans in service since an alarm, by line: one number for all its pairs."""
+        """Number of plans in service since an alarm: one number for each line and all its pairs."""
         for profile in self._profiles.values():
             fresh = watched(profile)
             pair = known.pop(fresh.profile, fresh)
@@ -126,7 +126,7 @@ class PairsInService:
             num_layers = self._profiles[key].receiver.num_layers
             if not 0 <= plan.block[0] < plan.block[1] <= num_layers:
                 raise LookupError(f"block {plan.block} is not within 0:{num_layers}")
-        if not self._planner.serves(plan.receiver):  # An update came between the two runs.
+        if not self._planner.serves(plan.receiver):  # An update came between its two requests.
             self._metrics.shadows.labels("failed").inc()
             return
         self._metrics.shadows.labels("compared").inc()

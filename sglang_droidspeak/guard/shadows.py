@@ -1,18 +1,18 @@
-"""Shadows: compare answers from approximate KV with an exact run afterwards.
+"""Shadows: compare answers from approximate KV with exact prefills afterwards.
 
     arrival  A hash of the request's id, under a key of this server, chooses the requests to
-             compare. So text, load and users cannot influence the choice. While a plan is
-             suspected, or if pairs may inherit a plan, all requests are watched.
+             compare. So text, the machine's load and users cannot influence the choice. While a
+             plan is suspected, or if pairs may inherit a plan, all requests are watched.
     answer   If the request reused another model's KV, its prompt is kept.
-    turn     The prompt runs twice: greedily over the same approximate KV, and exactly over the
-             tokens of the first run. A run waits until no request runs, or until the budget allows
-             it to run beside others (`Budget`).
-    verdict  The scheduler's half (`service`) gets the distance between both runs. It answers with
-             the plans for which every request must be compared.
+    turn     The server asks itself twice. The greedy request decodes over the same approximate KV.
+             The exact request prefills the prompt and these tokens. Each waits until the server is
+             idle, or until the budget allows it beside users' requests (`Budget`).
+    verdict  The scheduler's half (`service`) gets the distance between both. It answers with the
+             plans for which every request must be compared.
 
-Why two runs, and not the user's answer? Profiles have measured greedy answers, and SGLang samples
-by default. A sampled answer leads into text that no profile has measured. With two runs every
-request can be compared, and its own answer is never touched.
+Why two requests, and not the user's answer? Profiles have measured greedy answers, and SGLang
+samples by default. A sampled answer leads into text that no profile has measured. With two requests
+every answer can be compared, and is never touched.
 
 Runs only on the event loop of the front end.
 """
@@ -59,7 +59,7 @@ MAX_WAITING: Final = 64
 """Largest number of answers that wait for their comparison."""
 _KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
-"""Seconds between two checks whether a request runs."""
+"""Seconds between two checks whether the server is idle."""
 _MOST_CREDIT_S: Final = 10.0
 _MODEL_AND_TENANT: Final = (
     "lora_path",
@@ -69,7 +69,7 @@ _MODEL_AND_TENANT: Final = (
     "no_logs",
     "http_worker_ipc",
 )
-"""Fields of the user's request that both runs of a comparison copy."""
+"""Fields of the user's request that both requests of its comparison copy."""
 
 Reply = dict[str, Any]
 
@@ -88,7 +88,8 @@ class Shadows:
         all its answers are compared. None if no pair can inherit a plan."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
-        """Comparisons without a result, by cause, that the scheduler does not know yet."""
+        """Number of comparisons without a result, for each cause, that the scheduler does not
+        know."""
         self._task: asyncio.Task[None] | None = None
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
@@ -140,8 +141,8 @@ class Shadows:
                 self._missed["failed"] += 1
 
     async def _shadow(self, manager: Any, answer: _Answer) -> Shadow | None:
-        """Run an answer's prompt twice and compare. None if there was no time for a run before the
-        deadline, or the KV was evicted."""
+        """Send an answer's greedy and exact request, and compare them. None if one of them could
+        not begin before the deadline, or if the KV was evicted."""
         served = await self._turn(manager, answer, lambda: _greedy_run(manager, answer))
         if not served:
             return None
@@ -156,10 +157,10 @@ class Shadows:
     async def _turn(
         self, manager: Any, answer: _Answer, start: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
-        """Wait until the server is idle or the budget allows a run, then run and return the result.
+        """Wait until the server is idle or the budget has credit. Return the result of `start`.
 
-        If a request arrives during a run that the budget does not allow, the run is cancelled, and
-        starts again later. None if no run began before the deadline, or the adapter was unloaded.
+        If there was no credit and another request arrives, cancel what `start` began, and start it
+        again later. None if the deadline passes before a start, or if the adapter was unloaded.
         """
         budget = self._budget
         while True:
@@ -197,10 +198,10 @@ class Shadows:
 
 
 class Budget:
-    """Budget of seconds for runs of comparisons beside users' requests: a share of all time, plus
-    at most one run.
+    """Budget of seconds for comparisons beside users' requests: a share of all time, plus at most
+    one request of a comparison.
 
-    A run is charged for all the time that it shares with another request.
+    Such a request is charged for all the time that it shares with another request.
     """
 
     def __init__(self, share: float, clock: Callable[[], float]) -> None:
@@ -221,7 +222,7 @@ class Budget:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """An answer that may be compared with an exact run."""
+    """An answer that may be compared with an exact prefill."""
 
     asked: Any
     """The user's request as SGLang's own object, in which SGLang resolves the adapter."""
@@ -234,7 +235,7 @@ class _Answer:
     num_cached: int = 0
     """Number of the prompt's tokens that SGLang has read from a cache, loaded tokens included."""
     deadline_s: float = 0.0
-    """Latest time at which a run may start, on the clock of `Shadows`."""
+    """Latest time at which a request of the comparison may start, on the clock of `Shadows`."""
 
     @property
     def plan(self) -> PlanId | None:
@@ -279,7 +280,7 @@ def plan_of(label: Mapping[str, Any]) -> PlanId:
 
 
 async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogProbs]] | None:
-    """Run the prompt greedily over the same approximate KV. Return the first tokens, each with its
+    """Decode greedily over the same approximate KV. Return the first tokens, each with its
     distribution.
 
     None if the KV was evicted, or its plan was taken out of service.
@@ -309,7 +310,7 @@ async def _exact_run(
 ) -> Sequence[LogProbs]:
     """Return the distribution that full prefill has at the position of each served token.
 
-    The input is the prompt and the served tokens; no token is generated. The run reads and inserts
+    The request prefills the prompt and the served tokens, and decodes nothing. It reads and inserts
     exact KV only, in the user's tenant. Later requests with this prompt find the exact KV instead
     of the approximate KV.
     """

@@ -81,8 +81,8 @@ class Objects:
         self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
 
     def steps(self, part: Part) -> tuple[Step, ...]:
-        """Return the steps (KV or E, and layer) of a page's objects, in the order of writing. If
-        the backend has the first and the last object, the page counts as complete."""
+        """Return the transfer steps (KV or E, and layer) of a page's objects, in the order of
+        writing. If the backend has the first and the last object, the page counts as complete."""
         # A backend drops the oldest object first: the first object is lost before the others. The
         # last object is written after the others.
         return steps_of(part, self._family.num_layers)[::-1]
@@ -173,7 +173,7 @@ class Lane:
             self._pauses.reset()
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
-        """Ask the backend how many leading pages have the object of this step."""
+        """Ask the backend how many leading pages have the object of this transfer step."""
         for start in range(0, len(pages), _KEYS_PER_CALL):
             part = pages[start : start + _KEYS_PER_CALL]
             keys = [self._objects.key(model, page, step) for page in part]
@@ -188,8 +188,8 @@ class Lane:
     def batches(
         self, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step]
     ) -> Iterator[list[Piece]]:
-        """Yield the objects of all pages, step after step. A batch has at most as many objects as
-        there are slots."""
+        """Yield the objects of all pages, one transfer step after another. A batch has at most as
+        many objects as there are slots."""
         named = ((step, index, page) for step in steps for index, page in enumerate(pages))
         while some := list(islice(named, len(self._slots))):
             pieces = []

@@ -216,8 +216,8 @@ class HiCacheTier:
                 self._ask(model, Part(layer), pages[:num_kv])
 
     def _ask(self, model: ModelId, part: Part, pages: Sequence[PageHash]) -> int:
-        """Ask the backend for a model's leading pages, and add them to the tree. Returns their
-        number."""
+        """Ask how many of `pages`, the first pages of a prompt, the backend has as this part of
+        the model. Add them to the tree, and return their number."""
         start = self._tree.remote.reach(HICACHE, model, pages, part)
         new = pages[start:]
         if not new or self._absent.has(model, part, new[0]):
@@ -339,9 +339,9 @@ class HiCacheTier:
         return True
 
     def _write_steps(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Write all steps of the pages that the backend lacks. A leading page counts as written if
-        the backend has its first and last step. Return False if `is_over` stops the write or the
-        backend refuses a batch."""
+        """Write all transfer steps of the pages that the backend lacks. A leading page counts as
+        written if the backend has its first and last step. Return False if `is_over` stops the
+        write or the backend refuses a batch."""
         lane, model, pages = self._writing, change.model, change.pages
         start, steps = len(pages), self._objects.steps(change.part)
         for step in dict.fromkeys((steps[0], steps[-1])):

@@ -32,7 +32,7 @@ fetching   source          Pages arrive in host memory. SGLang does not see the 
                            this server's own pool need no fetch.
 arriving   arrivals        All E is here, and the rest should arrive during the recompute. SGLang
                            sees the request, unless its full prefill would delay requests that
-                           decode by more than one step.
+                           decode by more than one scheduler step.
 ready      arrivals        All pages are here. Check once more that reuse still saves time.
 loading    load            SGLang has given KV slots. A thread copies layer after layer into them.
            forward         `partial_prefill` recomputes the plan's block over the prefix. If a layer
@@ -49,10 +49,10 @@ operator. `heads` recognises first pages that many prompts share.
 How a wait ends
 ---------------
 
-The wait counts from the first step that could have taken the request. A fetch may end later than
-predicted, by at most the time that reuse should save (`cachetree.planning.Patience`). If it exceeds
-this limit, or will at its rate, the request does a full prefill. So a slow peer costs at most as
-much time as a full prefill.
+The wait counts from the first scheduler step that could have taken the request. A fetch may end
+later than predicted, by at most the time that reuse should save (`cachetree.planning.Patience`). If
+it exceeds this limit, or will at its rate, the request does a full prefill. So a slow peer costs at
+most as much time as a full prefill.
 
 A request can go back in four cases:
 
@@ -65,7 +65,7 @@ A request can go back in four cases:
 Why not otherwise
 -----------------
 
-Why hide a request instead of blocking? A blocked step would delay all other requests of the server.
+Why hide a request instead of blocking? A blocked scheduler step would delay all other requests.
 
 Why not let SGLang run the request and load later? Its slots would stay locked during the fetch, and
 a slow peer could fill the KV pool with requests that compute nothing.

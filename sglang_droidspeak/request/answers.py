@@ -71,9 +71,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     if no profile is missing."""
     approximate: Mapping[ModelId, int] = {}
     """Number of an unsent prompt's pages that other models of this server have only as approximate
-    KV, by model. A model reads no approximate KV of another model."""
+    KV. Keys are models. A model reads no approximate KV of another model."""
     heirs: Mapping[ModelId, str] = {}
-    """State (`Pair.heir`) of each pair with this receiver that may inherit a plan, by sender."""
+    """State (`Pair.heir`) of each sender's pair that may inherit a plan. Keys are senders."""
     measured: RequestProvenance | None = None
     """Origin of the request's KV, with times. None for a prompt that was not sent."""
 
@@ -125,7 +125,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
     peers: Sequence[Source]
     links: Mapping[str, float]
-    """Recently measured bytes per second, by peer."""
+    """Recently measured bytes per second from each peer."""
     pairs: Sequence[Pair]
     savings: Sequence[Saving]
     health: Health
@@ -253,8 +253,8 @@ class Answers:
         return " ".join((*words, "--data DATA.jsonl --out PROFILE.json"))
 
     def _others(self, question: Question, scheduler: Scheduler) -> dict[ModelId, int]:
-        """Return, by model, how many pages of a prompt other models of this server have only as
-        approximate KV."""
+        """Return how many pages of a prompt each other model of this server has only as approximate
+        KV."""
         approximate: dict[ModelId, int] = {}
         asked = self._lora_id(question.adapter)
         for lora_id in {None, *self._lora_refs} - {asked}:

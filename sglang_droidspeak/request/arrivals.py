@@ -6,11 +6,11 @@ recompute ends:
     E of the transition layer ──► staged ─┐ arriving when the rest will take no longer than the
     KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
 
-The wait counts from the first step that could have taken the request (`Patience`). The request
-gives up once its fetch is later than predicted by the time that reuse should save. It gives up
-earlier if the rate so far predicts this. So no peer can make a request take more than twice a full
-prefill. One exception: the device evicts pages that a ready or settled request expects. Then the
-wait of this request begins again.
+The wait counts from the first scheduler step that could have taken the request (`Patience`). The
+request gives up once its fetch is later than predicted by the time that reuse should save. It gives
+up earlier if the rate so far predicts this. So no peer can make a request take more than twice a
+full prefill. One exception: the device evicts pages that a ready or settled request expects. Then
+the wait of this request begins again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sglang_droidspeak.request.source import Sources
 log = logging.getLogger(__name__)
 
 NUM_NEXT: Final = 4
-"""Number of requests at the front of the queue that each step checks again, as they may load next.
-A step rarely admits more."""
+"""Number of requests at the front of the queue that each scheduler step checks again, as they may
+load next. A step rarely admits more."""
 _RATE_S: Final = 0.2
 """Seconds that a fetch must run before its rate predicts its end."""
 

@@ -64,9 +64,9 @@ class BatchForward:
         self._ranks = ranks
         self._prefill = PartialPrefill(attachment, meter.step_tokens, ranks)
         self._loading: dict[int, Sequence[Request]] = {}
-        """Loading requests of each batch that has not ended, by the batch's index."""
+        """Loading requests of each batch that has not ended. Keys are batch indices."""
         self._parts: dict[int, Sequence[_Part]] = {}
-        """Parts of each running batch, one for each loading request, by the batch's index."""
+        """Parts of each running batch, one for each loading request. Keys are batch indices."""
 
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
         """Compile and load all that a recompute needs, before the first request. SGLang runs

@@ -236,7 +236,7 @@ class Loader:
         self.is_alive = True
         """False once the thread has failed."""
         self._loads: dict[int, Sequence[Load]] = {}
-        """Loads of each batch that has not ended, by the batch's index."""
+        """Loads of each batch that has not ended. Keys are batch indices."""
         self._thread: WorkerThread[tuple[int, Sequence[Load]]] = WorkerThread(
             "droidspeak-loader", self._run, fail=self._fail
         )

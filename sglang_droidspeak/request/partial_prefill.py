@@ -131,8 +131,8 @@ class PartialPrefill:
             self._forward(batch, pieces)
 
     def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
-        """Run SGLang's own forward over these tokens of a row, in chunks of at most one step. Runs
-        no code of a partial prefill, because that code may have failed. Call it inside
+        """Run SGLang's own forward over these tokens of a row, in chunks of at most one scheduler
+        step. Runs no code of a partial prefill, because that code may have failed. Call it inside
         `Ranks.together`, like `run`."""
         for start in range(tokens.start, tokens.stop, self._max_tokens):
             part = Span(start, min(tokens.stop, start + self._max_tokens))

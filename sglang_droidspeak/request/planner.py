@@ -71,7 +71,7 @@ class Planned:
     patience: Patience
     """Limit of the request's wait for its fetch. Infinite if the request named the block."""
     step_share: float
-    """Cost of a loaded token's recompute and copies, in tokens of SGLang's budget for a step."""
+    """Cost of recompute and copies of one loaded token, in tokens of a scheduler step's budget."""
     considered: Considered | None = None
     """Inputs of the choice among plans. None if another rank made the plan."""
 
@@ -306,7 +306,7 @@ class Planner:
 
     def _step_share(self, plan: Plan, costs: Costs) -> float:
         """Return `Planned.step_share` of a plan. With `max_stall_ms`, recompute and copies of this
-        length use up the whole budget of a step."""
+        length use up the whole budget of a scheduler step."""
         step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
         work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size
         copies_s = copy_s(plan, costs) * step / num_tokens
@@ -374,8 +374,8 @@ class Planner:
         )
 
     def _link(self, location: Location) -> Link:
-        """Return the link to a location, with the time until a step notices the end of a fetch. For
-        this server's own memory, which needs no fetch, this time is 0."""
+        """Return the link to a location, with the time until a scheduler step notices the end of a
+        fetch. For this server's own memory, which needs no fetch, this time is 0."""
         link = self._cache.link(location) or FREE_LINK
         notice_s = 0.0 if location == LOCAL else self._meter.notice_s
         copy_byte_s = self._meter.copy_byte_s

@@ -1,5 +1,5 @@
 """Hide requests that wait for a fetch while SGLang builds a batch, and deduct recompute and copies
-from a step's budget of tokens."""
+from a scheduler step's budget of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Queue:
     _models: Models
     _ranks: Ranks
     _least_chunk: int = field(default=1, init=False)
-    """Fewest tokens that SGLang prefills of a request in one step, if it cuts the prompt."""
+    """Fewest tokens that SGLang prefills in one scheduler step of a request that it cuts."""
 
     def new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
@@ -79,7 +79,7 @@ class Queue:
 
     def charge(self, replayed: int, adder: PrefillAdder, req: Req, prefix_len: int) -> int:
         """Hooks PrefillAdder._replay_len: add the cost of recompute and copies to the tokens that
-        SGLang deducts from a step's budget.
+        SGLang deducts from a scheduler step's budget.
 
         A step's first request is never refused. Budget remains for at least one chunk of its new
         tokens, or for all of them if no request decodes.
@@ -95,7 +95,7 @@ class Queue:
 
     def match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
         """Ask `original` for loadable pages only if the request has a source. Without a source,
-        SGLang need not hash the prompt, and forgets pages that it found in an earlier step."""
+        SGLang need not hash the prompt. It forgets pages found in an earlier scheduler step."""
         wrapper.hit_markers.pop(req.rid, None)
         if not self._waiting.has_source(req.rid):
             return result

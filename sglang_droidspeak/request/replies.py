@@ -36,7 +36,8 @@ class _Held:
 
 @dataclass(eq=False)
 class Replies:
-    """Answers that are held back, and hooks around SGLang's output. Scheduler thread only."""
+    """Hold finished answers back until peers know their KV, or `_patience_s` has passed. The hooks
+    `stream` and `sleep` replace SGLang's output and its idle sleep. Scheduler thread only."""
 
     _cache: Cache
     _offloader: Offloader
@@ -81,7 +82,7 @@ class Replies:
             original(scheduler)
 
     def release(self) -> None:
-        """Send the answers that need to wait no longer. Called in every step."""
+        """Send the answers that need to wait no longer. Called in every scheduler step."""
         for req, held in list(self._held.items()):
             if held.knows is None and self._offloader.num_done >= held.num_put:
                 held.knows = self._cache.knowing()

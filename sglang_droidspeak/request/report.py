@@ -1,5 +1,5 @@
-"""Report each request once: in `meta_info`, in the log and in the metrics. Trace it meanwhile, as
-slices of SGLang's trace:
+"""Report each request once: in `meta_info`, in the log and in the metrics. Before that, add its
+phases to SGLang's trace, one slice for each:
 
 match      from first sight until the request was planned or declined
 fetch_e    from the start of the fetch until all E of the plan was in host memory
@@ -77,8 +77,8 @@ class Labels:
         """Labels of answered requests by id, the latest last."""
         self._num_matches = 0
         self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
-        """Provenance of the run that SGLang makes before the samples of a prompt (`n` > 1), by
-        prompt and controls."""
+        """Provenance of the prefill that SGLang makes before the samples of a prompt (`n` > 1).
+        Keys are prompt and controls."""
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """Set a request's provenance so far. Ignored once the label is final."""
@@ -211,7 +211,7 @@ def _where_it_is_on(tell: Callable[..., None]) -> Callable[..., None]:
 
 @_where_it_is_on
 def matched(request: Request, outcome: str = "") -> None:
-    """Trace that a request was planned, or declined with `outcome`."""
+    """Add the slice `match`: the request was planned, or was declined with `outcome`."""
     details: dict[str, str | int] = {"pages": len(request.pages)}
     if outcome:
         details["outcome"] = outcome
@@ -224,7 +224,7 @@ def matched(request: Request, outcome: str = "") -> None:
 
 @_where_it_is_on
 def _trace(req: Req, provenance: RequestProvenance) -> None:
-    """Set the provenance so far as attributes of the request's trace."""
+    """Set the request's provenance so far as attributes of its trace."""
     names = ("outcome", "sender", "location", "reused_tokens")
     details = {name: getattr(provenance, name) for name in names}
     tracing.mark(req, {key: value for key, value in details.items() if value is not None})
@@ -232,7 +232,7 @@ def _trace(req: Req, provenance: RequestProvenance) -> None:
 
 @_where_it_is_on
 def given_up(request: Request, cause: str) -> None:
-    """Trace that a planned request is admitted without its load."""
+    """Add the slices of a planned request that is admitted without its load."""
     now_s = time.monotonic()
     _waited(request, now_s)
     tracing.add_slice(request.req, "fallback", now_s, now_s, {"cause": cause})
@@ -240,13 +240,13 @@ def given_up(request: Request, cause: str) -> None:
 
 @_where_it_is_on
 def fell_back(req: Req, cause: str, begun_s: float) -> None:
-    """Trace a full prefill from `begun_s` until now."""
+    """Add the slice `fallback`: a full prefill from `begun_s` until now."""
     tracing.add_slice(req, "fallback", begun_s, time.monotonic(), {"cause": cause})
 
 
 @_where_it_is_on
 def loaded(request: Request, recompute: tuple[float, float]) -> None:
-    """Trace a request that has loaded; `recompute` is (start, stop) on monotonic time."""
+    """Add the slices of a request that has loaded. `recompute` is (start, stop), monotonic."""
     req, load = request.req, request.load
     _waited(request, request.seen_s + request.queued_s)
     if len(load.plan.block):
@@ -261,7 +261,7 @@ def loaded(request: Request, recompute: tuple[float, float]) -> None:
 
 
 def _waited(request: Request, until_s: float) -> None:
-    """Trace the request's wait until `until_s`, and its fetch."""
+    """Add the slices of the request's wait until `until_s`, and of its fetch."""
     planned_s = request.seen_s + request.match_s
     runnable_s = until_s if request.runnable_s is None else request.runnable_s
     details = {"runnable_ms": round(1000 * max(0.0, until_s - runnable_s), 3)}

@@ -41,7 +41,7 @@ class Phase(IntEnum):
     READY = 5
     """All E and KV of the plan has arrived."""
     LOADING = 6
-    """SGLang has given the request KV slots and will start its batch in this step."""
+    """SGLang has given the request KV slots and will start its batch in this scheduler step."""
 
 
 _NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
@@ -69,8 +69,8 @@ class Request:
         """Phase of the request. Only `reach` changes it."""
         self.seen_s: Final = time.monotonic()
         self.runnable_s: float | None = None
-        """Monotonic time in seconds of the first step that had room for the request while it was
-        held back. The wait counts from this time. None before."""
+        """Monotonic time in seconds of the first scheduler step that had room for the request while
+        it was held back. The wait counts from this time. None before."""
         self.patience = Patience(saving_s=math.inf)
         """Limit of the request's wait, which counts from `runnable_s` on."""
         self.pages: Sequence[PageHash] = ()
@@ -133,7 +133,7 @@ class Request:
         return self.patience.limit_s(num_landed_bytes) - self.waited_s
 
     def pass_over(self) -> None:
-        """Note that a step could have taken the request if it had not been held back."""
+        """Note that a scheduler step could have taken the request if it had not been held back."""
         if self.runnable_s is None:
             self.runnable_s = time.monotonic()
 

@@ -85,7 +85,7 @@ class Source:
         return True
 
     def wait(self, step: Step) -> None:
-        """Block until a step (KV or E of a layer) has arrived. Raises FetchError if it will not."""
+        """Block until a transfer step (KV or E of a layer) has arrived. Or raise FetchError."""
         self.staging.wait(step)
 
     def read_e(self, layer: int, at: Span, into: torch.Tensor) -> None:

@@ -106,7 +106,7 @@ class WaitingRequests:
             self._note_approximate(request, request.req.prefix_len // self._page_size)
 
     def pass_over(self, rids: Iterable[str]) -> None:
-        """Note that the last step had room for these requests, which were held back."""
+        """Note that the last scheduler step had room for these requests, which were held back."""
         for request in filter(None, map(self._requests.get, rids)):
             request.pass_over()
 
@@ -118,7 +118,7 @@ class WaitingRequests:
     def num_restorable(self, rid: str, first_key: str) -> int:
         """Number of pages that can be loaded from SGLang's page `first_key` on.
 
-        While other requests decode, at most as many as one step can recompute.
+        While other requests decode, at most as many as one scheduler step can recompute.
         """
         if not self.has_source(rid):
             return 0
@@ -133,7 +133,7 @@ class WaitingRequests:
         return num_pages if num_pages > num_head else 0
 
     def step_tokens(self, rid: str, num_tokens: int) -> int:
-        """Return how many tokens of a step's budget `num_tokens` loaded tokens use up."""
+        """Return how many tokens of a scheduler step's budget `num_tokens` loaded tokens use up."""
         if not self.has_source(rid):
             return 0
         request = self._requests[rid]
@@ -198,15 +198,15 @@ class WaitingRequests:
         """Whether SGLang may not admit the request yet.
 
         Until all bytes have arrived, the load may turn into a full prefill. If other requests
-        decode, such a prefill has to fit into one step.
+        decode, such a prefill has to fit into one scheduler step.
         """
         if request.phase is Phase.ARRIVING and self._is_decoding:
             return self._most_pages(request) < len(request.plan.pages)
         return request.phase in (Phase.SEEN, Phase.FETCHING)
 
     def _most_pages(self, request: Request) -> int:
-        """Return how many loaded pages fit into one step, beside the plan's head and one page of
-        new tokens."""
+        """Return how many loaded pages fit into one scheduler step, beside the plan's head and one
+        page of new tokens."""
         share, page_size = _step_share(request), self._page_size
         num_left = self._meter.step_tokens - (1 + len(request.plan.head)) * page_size
         most = num_left / (share * page_size) if share else math.inf
@@ -320,8 +320,8 @@ class WaitingRequests:
             request.num_there = approximate if is_approximate else exact
 
     def _read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
-        """Let a request without a load read exact or approximate KV, whichever has more pages on
-        the device."""
+        """Choose the KV on the device that a request reads if it loads nothing: approximate KV if
+        it covers more of the prompt, otherwise exact KV."""
         is_better = False
         if self._pool_index.has_approximate and not must_stay_exact(request.req):
             held = self._pool_index.held(request.req, len(request.pages), tree)
@@ -362,7 +362,7 @@ class WaitingRequests:
 
 
 def _step_share(request: Request) -> float:
-    """Return how many tokens of SGLang's budget for a step one loaded token uses up. It is at least
-    1 while the load may still turn into a full prefill."""
+    """Return the cost of one loaded token, in tokens of SGLang's budget for a scheduler step. While
+    KV still arrives, the cost is at least 1, because the load may become a full prefill."""
     share = request.planned.step_share
     return max(share, 1.0) if request.phase is Phase.ARRIVING else share

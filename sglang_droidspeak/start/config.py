@@ -147,9 +147,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Largest number of tokens that a plan with recomputed layers reuses."""
     max_stall_ms: float | None = None
     """Largest number of milliseconds that recomputed layers and copies may delay decoding requests
-    in one step. Work beyond it waits for the next step, or a shorter prefix is reused. None: layers
-    and copies count as tokens of a step (`chunked-prefill-size`), so the delay is at most that of
-    SGLang's own prefill."""
+    in one scheduler step. Work beyond it waits for the next step, or a shorter prefix is reused.
+    None: layers and copies count as tokens of such a step (`chunked-prefill-size`), so the delay is
+    at most that of SGLang's own prefill."""
     fetch_deadline_s: float = 10.0
     """Seconds, at most 60, after which a fetch is given up and its request does a full prefill. A
     request that names no block gives up earlier: when its fetch is late by the time that reuse
@@ -194,9 +194,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Public keys of the servers that may read this cache, with the pages of all its tenants. Give
     keys, files of them, or folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
-    """Public key of each peer, or a file with the key, by the peer's address. Connections to other
-    peers are not encrypted. All peers behind a `dns://` address have to prove the key of that
-    address."""
+    """Address of each peer, with its public key or a file with the key. Connections to other peers
+    are not encrypted. All peers behind a `dns://` address have to prove the key of that address."""
     bulk_port: int = 0
     """Port for KV, E and the messages about them, on the same host as `listen`. After its
     handshake, each peer opens a TCP connection to this port. 0 takes a free port. A firewall or a

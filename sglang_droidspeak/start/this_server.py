@@ -68,8 +68,8 @@ class ThisServer:
     """Model id of the base with each adapter that is loaded at start, by the adapter's folder. None
     if the server cannot serve adapters."""
     corrections: Mapping[str, Correction]
-    """Maps that correct E, by digest, in host memory. They come from the profiles with this model
-    as receiver."""
+    """Maps that correct E, in host memory. Keys are digests. They come from the profiles with this
+    model as receiver."""
 
     @property
     def identity(self) -> ModelIdentity:

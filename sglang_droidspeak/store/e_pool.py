@@ -90,7 +90,7 @@ class Attachment:
     e_pool: EPool
     server: ThisServer
     corrections: Mapping[str, Correction]
-    """Maps that correct E, by digest, on the device in the model's dtype."""
+    """Maps that correct E, on the device in the model's dtype. Keys are digests."""
 
     def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate two buffers for the E of the tokens that one forward recomputes. The first is

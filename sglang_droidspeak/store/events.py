@@ -8,7 +8,7 @@ events about host memory. SGLang's publisher numbers, sends and repeats both kin
     scheduler            take_events: SGLang's own events, then the waiting ones
 
 Events name tokens, and a cache knows only hashes. So events tell only of pages that this server has
-computed. They omit pages that other servers stored here, and pages that an earlier run left on
+computed. They omit pages that other servers stored here, and pages that an earlier process left on
 disk. Pages with a tenant's salt or key are never published.
 """
 

@@ -23,14 +23,14 @@ from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.ranks import Ranks
 
 _MAX_PLACES: Final = 256
-"""Largest number of namespaces with notes. Each may have notes for as many pages as the pool can
-hold. An activated adapter has one namespace for each token at which it began to act."""
+"""Largest number of namespaces (suffixes of SGLang's `extra_key`) with notes. Each may have notes
+for all pages of the pool. An activated adapter has one for each token at which it began to act."""
 _MAX_POOLS: Final = 4
 """Largest number of notes in all, as a multiple of the pages that the pool can hold."""
 
 
 def pool_of(namespace: str) -> Location:
-    """Return the location of the KV in this server's pool for requests of a namespace."""
+    """Return the location of KV in SGLang's tree under a namespace (suffix of `extra_key`)."""
     return Location(f"{POOL_PREFIX}{namespace}")
 
 
@@ -56,7 +56,8 @@ class Held:
 
 @dataclass(eq=False)
 class PoolIndex:
-    """Notes of the pages in this server's KV pool, by namespace. Scheduler thread only."""
+    """Notes of the pages in this server's KV pool, for each namespace (suffix of SGLang's
+    `extra_key`). Scheduler thread only."""
 
     _tree: CacheTree
     _e_parts: Sequence[Part]
@@ -85,7 +86,8 @@ class PoolIndex:
         num_there: int,
         num_loaded: int,
     ) -> None:
-        """Note pages of `model` that SGLang is about to insert, from the root, into a namespace.
+        """Note pages of `model` that SGLang is about to insert from the root of its tree, into a
+        namespace (suffix of `extra_key`).
 
         SGLang's tree already has the first `num_there` pages. Of the others, the pages before
         `num_loaded` have no E.
@@ -134,8 +136,9 @@ class PoolIndex:
             del self._places[location]
 
     def note_loaded(self, namespace: str, pages: Iterable[PageHash]) -> None:
-        """Note that these pages of a namespace were made from another model's KV. The note outlives
-        an eviction. There are at most `_MAX_POOLS` times as many notes as pages in the pool."""
+        """Note that these pages of a namespace (suffix of `extra_key`) were made from another
+        model's KV. A note stays if SGLang evicts its page. The oldest notes are forgotten if there
+        are too many: `_MAX_POOLS` times the pages of the pool."""
         self.has_approximate = True
         for page in pages:
             self._loaded[namespace, page] = None

@@ -82,7 +82,7 @@ class ServerPool:
 
     def store(self, targets: Mapping[Step, Sequence[memoryview]], slots: torch.Tensor) -> None:
         """Copy KV of all layers, and E of the layers in `targets`, from these slots to host memory.
-        Each step has one or several runs of memory. Blocks until all bytes are written."""
+        Each transfer step has one or several runs of memory. Blocks until all bytes are written."""
         kv = [runs for step, runs in targets.items() if step.kind is Kind.KV]
         for step, runs in targets.items():
             if step.kind is Kind.E:

@@ -28,7 +28,7 @@ class Answer:
     ttft_s: float
     tokens: tuple[int, ...]
     likely: tuple[LogProbs, ...]
-    """Log-probabilities of the most likely tokens, and of the answer's own token, by position."""
+    """Log-probabilities, at each position, of the most likely tokens and of the answer's own."""
     id: str
     prompt_tokens: int
     cached_tokens: int
