@@ -56,7 +56,8 @@ def asked_of_each(data: Data, line: Line) -> Data:
 def models_by_task(
     data: Data, line: Line, answering: Sequence[Answerer]
 ) -> dict[Task, tuple[Answerer, Answerer]]:
-    """Return sender and receiver of each task that `asked_of_each` makes from data."""
+    """Return sender and receiver for each task of `asked_of_each`: one task of the data, asked of
+    one pair of the line."""
     tasks = by_task(data.documents)
     both = zip(pairwise(line.names), pairwise(answering), strict=True)
     return {_of_pair(task, pair): models for pair, models in both for task in tasks}

@@ -113,8 +113,8 @@ class Fit:
     """Fitted cost of one kind of pass (forward or recompute). Adding a pass takes microseconds."""
 
     def __init__(self, prior: Callable[[], PrefillCost | None]) -> None:
-        """`prior` returns the cost to assume at lengths without passes. Only the ratios between its
-        lengths count; the measured passes set its scale."""
+        """`prior` returns the cost to assume at lengths at which no pass was measured. Only the
+        ratios between its lengths count; the measured passes set its scale."""
         self._prior: Final = prior
         self._margin: Final = Margin()
         self.latest: Final = _Latest()

@@ -190,7 +190,8 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
-        """Set `pair_usable` of all pairs. If `are_off`, each is 0. None repeats the last `are_off`.
+        """Set the metric `pair_usable` of each pair: 0 if `are_off`. None: `are_off` as in the last
+        call.
 
         A pair that was never usable has no sample, so that it raises no alert.
         """

@@ -198,7 +198,7 @@ class _Loading:
 
     @property
     def why(self) -> str:
-        """Reason why the loaded weights are unknown; empty if they are known."""
+        """Reason why the weights are unknown after the `with` block; empty if they are known."""
         return self._odd if self._has_loaded else "nothing was loaded by the checkpoint's names"
 
     def __enter__(self) -> None:

@@ -109,8 +109,8 @@ class DiskFiles:
             return self._taken(coldest) if coldest else []
 
     def take_if(self, is_wanted: Callable[[DiskFile], bool]) -> list[DiskFile]:
-        """Remove each file for which `is_wanted` is true, if no remaining file continues it. Files
-        with E of its pages are removed with it."""
+        """Remove each file for which `is_wanted` is true, except if another file has later pages of
+        the same prompts. Files with E of its pages are removed, too."""
         with self._lock:
             gone: list[DiskFile] = []
             for file in list(self._order):

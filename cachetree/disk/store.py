@@ -380,8 +380,8 @@ class DiskStore:
             self._noted.drop(DISK, record.model, record.pages[:1], record.part)
 
     def _beginning(self, model: ModelId | None, pages: Sequence[PageHash]) -> set[DiskFile]:
-        """Return the KV files of prompts that begin with `pages`. Files with only some of `pages`
-        are included."""
+        """Return the KV files of prompts that begin with `pages`. A file may have only some of
+        `pages`, or only later pages."""
         kv_files = [it for it in self.files.coldest_first() if it.record.part == KV]
         beginning: set[DiskFile] = set()
         below: set[tuple[ModelId, PageHash | None]] = set()

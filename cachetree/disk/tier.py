@@ -300,8 +300,8 @@ class DiskTier:
             done(asker.let_go)
 
     def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
-        """Return how many bytes of these files are not in memory. `asker` leases all other
-        pages."""
+        """Return how many bytes of these files are not in memory. Lease their pages that are in
+        memory for `asker`."""
         num_bytes = 0
         for file in line:
             record = file.record

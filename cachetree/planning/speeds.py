@@ -104,7 +104,8 @@ class Link:
     """Seconds per byte from host memory into the device's KV slots."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds until `num_bytes` of a new fetch have arrived, without `fixed_s`."""
+        """Predicted seconds until `num_bytes` of a new fetch have arrived. Add `fixed_s` for the
+        whole."""
         return self.margin * self.byte_s * self._carried(num_bytes)
 
     def rest_s(self, elapsed_s: float, num_landed: int, num_bytes: int) -> float:

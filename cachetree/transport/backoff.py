@@ -66,7 +66,7 @@ class Breaker:
         return bool(self.probe_in_s)
 
     def admits(self) -> bool:
-        """Return whether a fetch may start now. While half open, only one fetch may run: the
+        """Return whether a fetch may start now. If the breaker is half open, one fetch may: the
         probe."""
         if self.is_open or self._is_probing:
             return False

@@ -45,7 +45,8 @@ _Steps = Generator[float, None, None]
 _MAX_WAITING: Final = 1 << 16
 """Largest number of entries of one peer that wait to be copied."""
 _MAX_GIVEN_UP: Final = 1 << 13
-"""Largest number of evicted entries that are remembered, so that no snapshot brings them back."""
+"""Largest number of entries that are remembered as evicted. An entry that a peer's snapshot names
+is not copied again if it is among them."""
 _PART_BYTES: Final = 64 << 20
 """Largest number of bytes of one fetch. A larger entry takes several fetches, and the pages of each
 can be read as soon as they are here."""
@@ -77,7 +78,7 @@ class Keeper:
         self._cap = Cap(max_bytes_per_s, clock)
         self._claimed: set[_Key] = set()
         self._given_up: dict[_Key, None] = {}
-        """Model, last page and part of each entry that left memory and disk, oldest first."""
+        """Model, last page and part of each entry that left memory and disk, the oldest first."""
         tree.subscribe_kept(self._note)
 
     def has_given_up(self, key: _Key) -> bool:

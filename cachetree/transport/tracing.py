@@ -25,8 +25,8 @@ _EXPORT_S: Final = 5
 NoteServed = Callable[[wire.Fetch, float, int, str], None]
 """Function that records a served fetch. The worker's thread calls it; it must not block or raise.
 
-It takes the fetch, the seconds from the request until the pages were no longer read, the bytes
-sent, and the reason if the fetch was not fully served (else an empty text).
+Arguments: the fetch, seconds from its request until its pages were no longer read, bytes sent, and
+the reason if it was not fully served (otherwise an empty text).
 """
 
 

@@ -147,7 +147,8 @@ class CacheTree:
         return reservation
 
     def _fill(self, slab: Slab) -> None:
-        """Take a slab's memory. Evict more while free memory is too fragmented. Raises NoRoom."""
+        """Take a slab's memory. If free memory is too fragmented, evict more entries. Raises
+        NoRoom."""
         while True:
             try:
                 return slab.fill()

@@ -96,7 +96,7 @@ class Sizes:
     distribution: int
     """Bytes of one next-token distribution, and of its comparison with another."""
     choice: int
-    """Bytes of one distribution from which the next token is chosen."""
+    """Bytes of one next-token distribution, if only its most likely token is needed."""
     sums: int
     """Bytes of the sums that one map of E is fitted on."""
 

@@ -42,7 +42,7 @@ count as one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """An answer, with the model's likeliest other tokens in place of each token."""
+    """An answer, with a model's likeliest next tokens at the place of each of its tokens."""
 
     tokens: Tokens
     likeliest: Tensor

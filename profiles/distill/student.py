@@ -77,7 +77,7 @@ def adapter_parameters(student: PeftModel) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def save_state(file: Path, step: int, student: PeftModel, optimizer: torch.optim.Optimizer) -> None:
-    """Save everything that the next training step depends on."""
+    """Save the student, its optimizer, and the number of training steps done."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in adapter_parameters(student).items():
         tensors[name] = parameter
@@ -87,7 +87,7 @@ def save_state(file: Path, step: int, student: PeftModel, optimizer: torch.optim
 
 @torch.no_grad()
 def load_state(file: Path, student: PeftModel, optimizer: torch.optim.Optimizer) -> int:
-    """Load a saved state into student and optimizer. Return its training step, or 0."""
+    """Load a saved state, if the file exists. Return the number of training steps done before."""
     if not file.exists():
         return 0
     tensors = load_file(file)

@@ -69,7 +69,7 @@ def draw_steps(lessons: Sequence[Lesson], num_steps: int, most: int, seed: int) 
 
 
 def labels_of(lesson: Lesson) -> list[Said]:
-    """Return the data's answers, without a model's distributions."""
+    """Return the lesson's answers from the data (`Question.draft`). No model is asked."""
     nothing = torch.empty(0)
     return [
         Said(tokens=it.draft, likeliest=nothing, logprobs=nothing)

@@ -192,8 +192,8 @@ def _means(values: Qualities) -> NDArray[np.float64]:
 def _gains(
     full: NDArray[np.float64], plan: NDArray[np.float64], tolerance: float
 ) -> NDArray[np.float64]:
-    """Return the logarithm of the factor by which each context multiplies each bet's stake. Each
-    bet has a row.
+    """Return log(1 - b * lost), `[bets, contexts]`: the logarithms of the factors by which each
+    context multiplies the stake of each bet b.
 
     If the plan keeps less than 1 - tolerance of full prefill's quality, the mean of `lost` is above
     0. No context's `lost` is above 1.

@@ -41,7 +41,7 @@ _SLOT_UNIT: Final = 8192
 of a memory page, as backends with direct I/O need."""
 MAX_ABSENT: Final = 1 << 16
 _KEYS_PER_CALL: Final = 128
-"""Largest number of keys in one question to the backend, as in SGLang."""
+"""Largest number of keys in one question to the backend. SGLang uses the same number."""
 MAX_FAILURES: Final = 3
 """Failures in a row after which the lane pauses."""
 MIN_PAUSE_S: Final = 30.0
@@ -200,7 +200,8 @@ class Lane:
             yield pieces
 
     def read(self, batch: Sequence[Piece]) -> list[tuple[Piece, bool]]:
-        """Read a batch's objects into their slots. Return each, and whether the backend had it."""
+        """Read a batch's objects from the backend into their slots. Return each, and whether it was
+        there."""
         with self._calls:
             were_read = self._backend.read(*self._arguments(batch))
         return list(zip_longest(batch, were_read[: len(batch)], fillvalue=False))

@@ -70,8 +70,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Command that makes the missing profile. It contains the paths that this server knows. Empty
     if no profile is missing."""
     approximate: Mapping[ModelId, int] = {}
-    """Number of an unsent prompt's pages that other models of this server have only as approximate
-    KV. Keys are models. A model reads no approximate KV of another model."""
+    """Number of pages of an unsent prompt that each other model of this server has only as
+    approximate KV. A model reads no approximate KV of another model."""
     heirs: Mapping[ModelId, str] = {}
     """State (`Pair.heir`) of each sender's pair that may inherit a plan. Keys are senders."""
     measured: RequestProvenance | None = None

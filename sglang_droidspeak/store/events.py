@@ -73,7 +73,8 @@ class HostEvents:
         return EventTokens(req.full_untruncated_fill_ids[start:stop], adapter)
 
     def take(self, events: list[Any], _tree: object) -> list[Any]:
-        """Hooks UnifiedRadixCache.take_events: add the waiting events. Scheduler thread."""
+        """Hooks UnifiedRadixCache.take_events: add the events about host memory. Scheduler
+        thread."""
         while self._waiting:
             event = self._waiting.popleft()
             kind = "stored" if isinstance(event, BlockStored) else "removed"

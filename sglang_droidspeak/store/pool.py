@@ -70,8 +70,8 @@ class PoolIndex:
     _loaded: OrderedDict[tuple[str, PageHash], None] = field(
         default_factory=OrderedDict, init=False
     )
-    """Namespace and hash of each page that was made from another model's KV, the oldest note first.
-    Later pages of the prompt, which this model computed itself, have no note."""
+    """Namespace (suffix of `extra_key`) and hash of each page made from another model's KV, oldest
+    first. Later pages of the prompt, which this model computed itself, have no note."""
     is_read: bool = field(default=False, init=False)
     """Whether a model of this server may read pages of another model of this server. It may if the
     server has adapters."""
