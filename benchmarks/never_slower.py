@@ -1,21 +1,21 @@
-"""Is the chosen plan never slower than a full prefill, on a simulated GPU and over any link?
+"""On simulated servers: is the plan that our policy chooses never slower than a full prefill?
 
     python -m benchmarks.never_slower [--json benchmarks/results/never_slower.json]
 
-A simulated server serves about 400 prompts of 32 to 40,000 tokens. It computes all layers, or
-recomputes a block, and it fetches and loads. Its times follow from public figures of a GPU, with
-noise and a rare delay by other work. The product's code fits costs to these times, and its policy
-chooses plans. We compare the plans by their true times, which the policy never sees.
+We simulate servers with a GPU and a link. True times follow from public figures of the GPU. First a
+server serves 400 prompts of 32 to 40,000 tokens, with noise and rare delays. From their times the
+product's code estimates costs. Then the product's policy chooses a plan for prompts of several
+lengths. We compare true times, which the policy never sees: of this plan, of a full prefill, and of
+every proven block.
 
-Physics of a Llama-3-8B:
+Physics of Llama-3-8B:
 
-    a layer   the longest of its launches, its multiplications, and reads of its weights
-    link      fetches share it evenly: each waits for its own bytes, and as many of every other
-    copies    host to device, E before the block and KV beside it
-    overhead  of each fetch: a round trip, and the time until the scheduler sees its end
+    a layer   the longest of: launches of its kernels, its multiplications, reads of its weights
+    link      running fetches share its bandwidth evenly
+    copies    host to device: E before the block, and KV while the block is computed
+    overhead  for each fetch: a round trip, and the time until the scheduler sees its end
 
-We also compare with fixed plans: a full prefill and every proven block. The server's own rules may
-give up the fetch of a chosen plan. The request then takes the time until that, and a full prefill.
+If the server gives up the fetch of a plan, the plan's time is the wait and a full prefill.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ ROUND_TRIP_S, NOTICE_S = 0.0004, 0.0006
 OVERHEAD_S = ROUND_TRIP_S + NOTICE_S
 """Seconds that any reuse adds: a round trip, and the time until the scheduler sees its end."""
 COPY_LAUNCHES_S = 24 * 2 * 10e-6
-"""Seconds that a load adds. Each layer launches a copy, and a kernel that scatters it."""
+"""Seconds to launch a load's work on the GPU. For each of 24 layers we launch a copy, and a kernel
+that scatters the copied KV into slots. A launch takes 10 µs."""
 BLOCKS = (Span(8, 16), Span(4, 20), Span(0, 28))
 GB_PER_S = tuple(0.05 * 1000 ** (i / 12) for i in range(13))
 TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)

@@ -108,8 +108,9 @@ def partial_prefill(
     own: int = 0,
     correct: Callable[[Tensor], Tensor] = lambda e: e,
 ) -> list[KV]:
-    """Compute the receiver's KV for `ids` at all layers, by the tables of the module's docstring.
-    An empty block loads all layers. `correct` maps the sender's E before the block begins."""
+    """Compute KV of `ids` at all layers. The receiver prefills the first `own` tokens. For other
+    tokens it recomputes the layers of `block`, from the sender's E after `correct`. All other KV
+    is the sender's. A block from layer 0 starts from token embeddings."""
     theirs = prefill(sender, ids)
     ours = prefill(receiver, ids[:, :own]).kv if own else [_cut(kv, 0, 0) for kv in theirs.kv]
     recomputed: dict[int, KV] = {}

@@ -47,10 +47,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ALONE, EXTENDED = "SGLang", "extension"
 MAX_NEW = 16
 NUM_TOKENS = 330
-"""Approximate number of tokens of a document. With question and template, a prompt has to stay
-below 400 tokens."""
+"""Approximate tokens of a document. With question and template, a prompt must have below 400."""
 CONTROLS = {"questions": {"block": "6:24"}, "questions_alora": {}, "json_alora": {}}
-"""Controls of a request, by the adapter that it names."""
+"""Adapters, each with what requests to it ask for in `custom_params["droidspeak"]`. The aLoRAs name
+no block: they recompute nothing."""
 Score = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
 
 

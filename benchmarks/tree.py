@@ -115,7 +115,8 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def bytes_per_page(name: str, num_models: int, num_pages: int, num_samples: int) -> float:
-    """Return the bytes that an index takes per page and model. Runs in a process of `counting`."""
+    """Return the bytes that contender `name` allocates per cached page and model. Call it in the
+    process that `counting` starts."""
     workload = Workload(num_pages, num_samples)
     # Fill caches of code that runs for the first time.
     for prompt in workload.questions("miss", 3):

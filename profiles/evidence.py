@@ -158,8 +158,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
-    """A plan on the training split's frontier. Among blocks of at most its size, it has the most
-    quality there, or stays closest to full prefill."""
+    """Measurements of one plan of the frontier. On the training split it beats, by quality or KL,
+    all plans with fewer recomputed layers, or all of them that are expected to pass the gate."""
 
     e_map: EMap | None = None
     """The map that corrects E at the block's start. It was fitted on contexts of the training split
@@ -216,8 +216,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: BaselineKind
     recomputed_layers: float
-    """Work, as a number of the receiver's layers. A share of the tokens counts as the same share of
-    all layers. A smaller model counts by its time."""
+    """Work, as a number of the receiver's layers. To recompute a tenth of the tokens counts as a
+    tenth of all layers. So does a smaller model with a tenth of full prefill's TTFT."""
     runs: tuple[tuple[int, int], ...]
     """Recomputed layers, as spans of neighbouring layers. Empty for baselines that do not choose
     layers."""
@@ -302,7 +302,8 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         return load_s + compute_s + self.suffix_time_s(num_tokens, num_suffix)
 
     def moved_bytes(self, runs: tuple[Span, ...]) -> tuple[int, int]:
-        """Bytes of KV and of E, per token, that a plan with these `runs` loads."""
+        """Return the bytes of KV and of E that a plan loads for each token. `runs` are the spans of
+        layers that it recomputes."""
         num_recomputed = sum(len(run) for run in runs)
         num_e = sum(run.start > 0 for run in runs if len(run))
         return (self.num_layers - num_recomputed) * self.kv_bytes, num_e * self.e_bytes

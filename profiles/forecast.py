@@ -23,9 +23,9 @@ As many of full prefill's answers are expected to differ from their drafts."""
 SAID_TWICE: Final = 1.2
 """`spoken` adds the forecast for answers that never stop if it is more than this many times."""
 STEPS: Final = 5
-"""Expected passes to decode an answer that has a draft. Without drafts we expect a pass for every
-second token: full prefill's answers take one for each token, and plans' answers need none up to the
-first difference from full prefill's."""
+"""Expected forward passes to decode an answer with a draft, a guess of the answer. If the data have
+no drafts, full prefill needs a pass for each token. Its answers are the drafts of plans' answers,
+which need fewer. So we then expect a pass for every second token."""
 FOLLOWED: Final = 2.0
 """Work to make a next-token distribution and compare it, as a multiple of the work to make it."""
 

@@ -65,10 +65,9 @@ def load_fitted_on(
     tokenizer: PreTrainedTokenizerBase,
     positions: int,
 ) -> Sequence[Document]:
-    """Load the documents on which maps of E are fitted: the first documents of each task.
-
-    The source is `fit_data`, or the training documents if the settings name no `fit_data`.
-    """
+    """Load documents on which to fit the maps that correct E: at most `NUM_FITTED` of each task, of
+    `--fit-data` or else of the training data. Raises ConfigError if `--fit-data` has a held-out
+    context."""
     documents = train.documents
     if settings.fit_data:
         _, documents = load_documents(settings, settings.fit_data, tokenizer, positions)
@@ -78,8 +77,7 @@ def load_fitted_on(
 
 
 def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]:
-    """Load the held-out questions in the smaller model's tokens; empty if there is no smaller
-    model."""
+    """Load held-out questions in the smaller model's tokens; empty without a smaller model."""
     if settings.small is None:
         return []
     model = look_at(ModelSource(path=settings.small))

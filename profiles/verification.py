@@ -198,8 +198,8 @@ def _require_same(role: str, expected: ModelIdentity, actual: ModelIdentity) -> 
 
 
 def _begun(profile: MeasuredProfile, loaded: Sequence[Document]) -> list[Document]:
-    """Return the documents that neither chose plans nor fitted maps, with short answers: only first
-    tokens are compared. Raises ProfileError if a held-out context is missing."""
+    """Return the documents that neither chose plans nor fitted maps, with the length of answers cut
+    to `FIRST_TOKENS`. Raises ProfileError if a held-out context of the profile is missing."""
     chosen_on = {*profile.train.contexts, *profile.made.fitted}
     held_out = {*profile.held_out.contexts}
     documents = [

@@ -186,7 +186,8 @@ def latest_soaks(log: Any) -> Iterator[Row]:
 
 
 def sets_of_contexts(results: Any) -> Iterator[dict[str, Any]]:
-    """Yield each pair and set of contexts, with the pair's plans by name."""
+    """Yield a dict for each pair and each set of contexts on which the pair was measured. It has
+    the title of its rows (`of`), and the results of each plan under the plan's name."""
     sets = {"long": " long", "texts": " pages and code"}
     for row in results["measured"]:
         of = f"{row['pair'].replace('_', ' ')}, {row['contexts']}{sets.get(row['on'], '')}"

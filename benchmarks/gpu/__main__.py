@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def save(rows: Sequence[Found], environment: Environment, file: Path | None) -> None:
-    """Write the rows so far, and the file's rows of parts that did not run."""
+    """Write `rows`, the parts' results so far, to the file. Keep its rows of all other parts."""
     all_rows = result.with_others(rows, "part", environment, file)
     result.save("gpu", {"rows": all_rows}, environment, file)
 

@@ -1,8 +1,8 @@
-"""Checkpoints without weights: a server makes random ones on its device, and reads no big file.
+"""Checkpoints of big random models that take almost no disk space, and a plugin that loads them.
 
-In the file of weights each tensor begins with a seed. The rest of it is a hole, which takes no disk
-space. A plugin of SGLang makes weights from the seeds. Models may share their first layers, so that
-reuse is exact.
+The file of weights has a seed in place of each tensor's values. Holes in the file (it is sparse)
+fill up the tensor's size. The plugin, in SGLang, makes each tensor from its seed, on the device.
+Models may have equal first layers. Reuse between them is then exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _TARGET: Final = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights
 
 
 def write_seeded(folder: Path, config: Any, names: Sequence[str], num_shared: int) -> list[Path]:
-    """Write a bfloat16 checkpoint per name. All have the same weights below layer `num_shared`."""
+    """Write a checkpoint for each name, with seeds in place of bfloat16 weights. Return the
+    folders. All models have equal weights below layer `num_shared`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.architectures = [type(model).__name__]

@@ -118,8 +118,7 @@ def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def running_pair(at: Scale, **more: Any) -> Iterator[Sequence[Server]]:
-    """Run a sender and a receiver that share this device. `more` has further options of the
-    receiver."""
+    """Run the two servers of `pair` on this device, with random weights."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         names = ("sender", "receiver")
@@ -134,7 +133,8 @@ def env(folder: Path) -> dict[str, str]:
 
 
 def pair(paths: Sequence[Path], at: Scale, **more: Any) -> list[ServerSpec]:
-    """Specify a server of each model. `more` has further options of the receiver."""
+    """Return the specs of a sender and of a receiver that reads from it. `paths` are their
+    checkpoints. `more` has further SGLang options of the receiver."""
     options = {"page-size": PAGE, "max-running-requests": 8, **at.options}
     options["max-total-tokens"] = 2 * max(at.lengths) + 64 * PAGE
     address = f"tcp://127.0.0.1:{free_port()}"

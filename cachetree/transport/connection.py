@@ -115,7 +115,8 @@ class Connection:
         return self.last_id
 
     def send(self, message: wire.ToWorker) -> None:
-        """Send a message. Raises ProtocolError if it is too large. `beat` raises other errors."""
+        """Queue a message to the worker. Raises ProtocolError if the message is too large. If the
+        connection has ended, only `beat` raises an error."""
         self.channel.put_message(wire.encode(message))
 
     def beat(self, every_s: float, patience_s: float) -> None:

@@ -56,7 +56,7 @@ class PendingFetches:
         self.connection: Connection | None = None
         """Present connection, set by `Peer`. None without a connection."""
         self.as_copies = False
-        """Whether fetches bring copies to keep (see `Fetch.as_copy`). Set by `Pulls`."""
+        """Whether this peer fetches to keep copies, not for requests. `Pulls` sets it."""
         self._asked: dict[int, FrameReceiver] = {}
         """Fetches with a running request. Keys are the requests' ids."""
         self._broken: list[FrameReceiver] = []

@@ -41,8 +41,8 @@ class FrameReceiver:
         """Id of the running request."""
         self.num_requests = 0
         self.since_s = 0.0
-        """Time at which the running request was sent. If none runs, the time at which the last
-        request was interrupted."""
+        """Time at which the peer sent the fetch's latest request to the worker. If this request was
+        interrupted: the time of the interruption."""
         self.asked_at_bytes = 0
         """Bytes that the connection had delivered when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))

@@ -1,5 +1,4 @@
-"""Nodes of the tree, and their entries. An entry is a model's KV, or E of one layer, in one
-node."""
+"""Nodes of the tree, and their entries. An entry is a model's KV, or E of one layer, in a node."""
 
 from __future__ import annotations
 
@@ -157,7 +156,7 @@ class LocalEntry:
 
     @property
     def pages(self) -> Span:
-        """The entry's pages, as a span of its slab."""
+        """Numbers of the entry's pages in its slab. The slab's first page is 0."""
         return Span(self.first, self.first + self.node.num_pages)
 
     @property

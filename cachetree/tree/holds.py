@@ -184,8 +184,7 @@ class Holds:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that cannot be evicted: open reservations, held pages, and all pages above held
-        pages."""
+        """Bytes that cannot be evicted: open reservations, held pages, and all pages above them."""
         return self._bytes_with(self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
@@ -199,7 +198,8 @@ class Holds:
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None
     ) -> dict[ModelId, int]:
-        """Pin a prefix as `CacheTree.pin` describes."""
+        """Keep local pages of the prefix `pages` in memory, for one model or (None) for all models.
+        Return how many pages of each model are pinned. Raises PinRefused if pins keep too much."""
         depths: dict[LocalKey, int] = {}
         # Compare every page: the pages that an operator sends may not be a prompt.
         for place in upwards(self._trie.compared_prefix(pages), 0):

@@ -43,7 +43,7 @@ class PageIndex:
     def __init__(self) -> None:
         self._ids: dict[PageHash, int] = {}
         self._more: dict[PageHash, list[int]] = {}
-        """Numbers of the second and later nodes with a page. No list is empty."""
+        """Numbers of further nodes, for pages in several nodes. `_ids` has the first node."""
         self._nodes: dict[int, Node] = {}
         self._new_ids = count(1)
 
@@ -58,8 +58,7 @@ class PageIndex:
         return next(filter(has, self._others(page)), None)
 
     def find_at(self, page: PageHash, depth: int, has: Has | None = None) -> Node | None:
-        """Find a node as `find` does, but only one with `page` at position `depth` of the
-        prompt."""
+        """Find a node as `find` does, but only one with `page` as page `depth` of the prompt."""
         id = self._ids.get(page)  # A call of `find` would take a third longer.
         if id is None:
             return None

@@ -35,7 +35,8 @@ class Moments:
 
     def __init__(self, hidden: int, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros(hidden + 1, 2 * hidden + 1, device=device)
-        """Sum of (x, 1)ᵀ (x, 1, d) over the tokens. The module's docstring defines x and d."""
+        """Sum of (x, 1)ᵀ (x, 1, d) / mean(x²) over tokens. x is one token's E of the sender, and d
+        is the receiver's E of the token minus x."""
         self._squares = 0.0
 
     def add(self, theirs: Tensor, ours: Tensor) -> None:

@@ -92,7 +92,7 @@ class Sizes:
     inner: int
     """Largest number of bytes that one token takes inside a layer at a time."""
     seen: int
-    """Bytes that each key takes in one query's mask, while the mask is made."""
+    """Bytes that an attention mask takes for one query and one key, while the mask is made."""
     distribution: int
     """Bytes of one next-token distribution, and of its comparison with another."""
     choice: int

@@ -181,7 +181,8 @@ def baselines(profile: MeasuredProfile) -> Table:
 
 
 def identities(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Show every field of both models, digests in full or cut to a number of characters."""
+    """Make the table of both models' identities, one row for each field. Digests are cut to
+    `digest_characters`, if it is not None."""
     rows = []
     for field in ("model_id", *profile.sender.__struct_fields__):
         most = digest_characters if field in ("model_id", "tokenizer", "weights") else None

@@ -35,7 +35,7 @@ differ in the number of runs."""
 
 
 def default_group(num_layers: int) -> int:
-    """Number of layers between two starts of blocks.
+    """Return the default of `--group`: blocks may start at layers that are multiples of it.
 
     >>> [default_group(it) for it in (12, 16, 30, 32, 80)]
     [1, 1, 2, 2, 5]

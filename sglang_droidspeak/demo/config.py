@@ -144,7 +144,7 @@ class DemoConfig:
 
     @classmethod
     def small(cls, instead: str = "") -> DemoConfig:
-        """Return the demo of the repository's small trained pair."""
+        """Return a demo of the small pair in `examples/pairs`. `instead` tells the user why."""
         return cls(
             sender=PAIRS / "weights/sender",
             receiver=PAIRS / "weights/receiver",

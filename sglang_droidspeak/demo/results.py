@@ -150,7 +150,8 @@ rounding, which decides between two tokens that are about equally likely."""
 
 
 def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
-    """Yield sentences about requests that reused too little, or although they were told not to."""
+    """Yield a sentence for each condition with a failure: requests for full prefill reused KV, too
+    few others reused it, or an activated LoRA's answer is not exact."""
     for condition, answered in samples.items():
         if condition.is_full:
             num_wrong = sum(sample.provenance.reused_tokens > 0 for sample in answered)

@@ -141,8 +141,8 @@ def place_of_generation(generation: int) -> str:
 
 
 def run_with(req: Req, generation: int, place: str) -> None:
-    """Let the request find and insert only KV of this version of the weights. `place` is the mark
-    of this version. Call it while the request holds nothing of SGLang's tree."""
+    """Let the request read and insert only KV of version `generation` of the weights. `place` ends
+    this version's namespaces. Call it while the request locks no node of SGLang's radix tree."""
     if getattr(req, _WEIGHTS, _FIRST) != (generation, place):
         _note(req, _WEIGHTS, (generation, place))
 

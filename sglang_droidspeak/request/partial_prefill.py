@@ -152,8 +152,8 @@ class PartialPrefill:
                 self._stack.run(first.block, e, forward_batch)
 
     def _e_of(self, pieces: Sequence[BlockTokens]) -> torch.Tensor | None:
-        """Return E of all ranks, corrected: the input of the block's first layer. None if that
-        layer starts from embeddings."""
+        """Read E of all tokens in `pieces`, gather all ranks' columns, and correct E by their map,
+        if any. Return it, `[tokens, hidden]`. None if the block starts at layer 0."""
         first = pieces[0]
         num = 0
         for piece in pieces:

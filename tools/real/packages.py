@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 PARTS: Final = {"train": 1300, "choose": 420, "held_out": 420, "verify": 660}
-"""Number of records drawn for each part. Then we dropped records with the text of an earlier part's
-record."""
+"""Parts of the data, and how many packages were drawn for each. Then we dropped packages with
+the same text as a package of an earlier part."""
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
