@@ -102,27 +102,34 @@ def test_every_way_is_told_with_its_price_and_what_became_of_it():
     matches = [match(S, location=FAR), match(S, 4, LOCAL, e={3: 2}), match(O)]
     demand = replace(DEMAND, min_pages=3)
     considered = Considered(demand, matches, MEASURED)
+    no_e = f"{S} lacks E at some of layers [0, 2, 3] for pages from 0"
     outcomes = {
-        (it.location, it.block): (it.reason, it.quality, it.ttft_s and round(it.ttft_s, 2))
+        (it.location, it.block): (
+            *(it.reason, it.quality, it.ttft_s and round(it.ttft_s, 2)),
+            *(it.saving_s and round(it.saving_s, 2), it.bytes and it.bytes // MB, it.detail),
+        )
         for it in weigh(considered, PROFILES)
     }
     assert outcomes == {
-        (FAR, (3, 6)): ("taken", 0.96, 0.34),
-        (FAR, (2, 7)): ("not the best", 0.97, 0.66),
-        (FAR, (0, 8)): ("not the best", 0.99, 1.12),
-        (LOCAL, (3, 6)): ("no_e", 0.96, None),
-        (LOCAL, (2, 7)): ("no_e", 0.97, None),
-        (LOCAL, (0, 8)): ("not the best", 0.99, 1.41),
-        (LOCAL, None): ("no_profile", None, None),
+        (FAR, (3, 6)): ("taken", 0.96, 0.34, 1.26, 90, ""),
+        (FAR, (2, 7)): ("not the best", 0.97, 0.66, 0.94, 70, ""),
+        (FAR, (0, 8)): ("not the best", 0.99, 1.12, 0.48, 20, ""),
+        (LOCAL, (3, 6)): ("no_e", 0.96, None, None, 36, no_e),
+        (LOCAL, (2, 7)): ("no_e", 0.97, None, None, 28, no_e),
+        (LOCAL, (0, 8)): ("not the best", 0.99, 1.41, 0.19, 8, ""),
+        (LOCAL, None): ("no_profile", None, None, None, None, f"no profile with sender {O}"),
     }
     assert considered.full_prefill_s == pytest.approx(1.6)
+    assert not any(it.exact for it in weigh(considered, PROFILES))
     asked = replace(considered, demand=replace(demand, requested=Requested(sender=O)))
     reasons = [it.reason for it in weigh(asked, PROFILES)]
     assert reasons == ["not asked for", "not asked for", "no_profile"]
 
 
 def test_the_own_model_is_exact_and_needs_no_profile():
-    plan = plan_for(match(R, 7, FAR, e={}), profiles={})
+    matches = [match(R, 7, FAR, e={})]
+    assert [it.exact for it in weigh(Considered(DEMAND, matches, UNKNOWN), {})] == [True]
+    plan = plan_for(*matches, profiles={})
     assert plan == Plan(
         sender=R, receiver=R, location=FAR, pages=Span(0, 7), block=Span(0, 0), num_layers=10
     )
@@ -475,6 +482,13 @@ def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer():
     plan = plan_for(match(S, location=FAR))
     assert plan.block == Span(3, 6)
     assert times_of(plan, 16, late).ttft_s == pytest.approx(0.02 + 0.32 * 1.25)
+
+
+def test_a_block_that_took_shorter_of_late_is_predicted_to_hide_less_of_the_transfer():
+    """Its 32 ms hide a part of 70 ms of KV, behind 20 ms of E; 16 ms would hide half as much."""
+    fast = PrefillCost(token_s=1e-4, context_s=0.0, margin=2.0)
+    plan = plan_for(match(S, location=FAR))
+    assert times_of(plan, 16, replace(MEASURED, recompute=fast)).wait_s == pytest.approx(0.074)
 
 
 @pytest.mark.parametrize("slower", [1, 30, 1000])
