@@ -20,6 +20,7 @@ from profile_parts import identity, profile_of
 from benchmarks.schedule import Request, ttfts
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
 from cachetree.planning import (
+    FREE_LINK,
     Considered,
     Demand,
     Gate,
@@ -128,7 +129,8 @@ def test_every_way_is_told_with_its_price_and_what_became_of_it():
 
 def test_the_own_model_is_exact_and_needs_no_profile():
     matches = [match(R, 7, FAR, e={})]
-    assert [it.exact for it in weigh(Considered(DEMAND, matches, UNKNOWN), {})] == [True]
+    (way,) = weigh(Considered(DEMAND, matches, UNKNOWN), {})
+    assert (way.exact, way.quality) == (True, 1.0)
     plan = plan_for(*matches, profiles={})
     assert plan == Plan(
         sender=R, receiver=R, location=FAR, pages=Span(0, 7), block=Span(0, 0), num_layers=10
@@ -570,3 +572,5 @@ def test_a_request_is_to_wait_for_what_its_plan_is_predicted_to_wait():
     assert patience.saving_s == pytest.approx(1.6 - 0.32 - patience.wait_s)
     assert patience.link == link
     assert patience_for(plan, DEMAND, UNKNOWN) is None
+    unknown = patience_for(plan, DEMAND, replace(MEASURED, links={}))
+    assert unknown is not None and unknown.link == FREE_LINK
