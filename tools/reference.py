@@ -188,18 +188,20 @@ def proof() -> str:
         f"Small print: {described(pair)}; {where}.\n"
     )
     profile = read_measured(REAL_PROFILE)
-    plan = derived.judged(profile)
+    plan, covered = derived.judged(profile), profile.measured_tokens
     assert plan is not None and (plan.block.start, plan.block.stop) == pair.block, (
         "the recorded run has the pair's plan"
     )
+    assert covered is not None and covered < pair.tokens_per_document, (
+        "the run's documents are longer than the profile covers"
+    )
     contexts = sum(it.num_contexts for it in plan.tasks)
-    text += (
+    return text + (
         f"\nThe pair's profile judged this block on {contexts} other documents. There it loses "
         f"{words.bound(plan)} of the quality at most, with 95 % confidence. A server "
-        f"chooses the block itself for prompts of up to {profile.measured_tokens:,} tokens. Most "
-        "of these documents are a little longer, so in this run each request names the block.\n"
+        f"chooses the block itself for prompts of up to {covered:,} tokens. On average these "
+        "documents are a little longer, so in this run each request names the block.\n"
     )
-    return text
 
 
 def real_pairs() -> str:

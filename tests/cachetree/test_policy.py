@@ -486,7 +486,7 @@ def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer():
     assert times_of(plan, 16, late).ttft_s == pytest.approx(0.02 + 0.32 * 1.25)
 
 
-def test_a_block_that_took_shorter_of_late_is_predicted_to_hide_less_of_the_transfer():
+def test_a_block_that_was_faster_of_late_is_predicted_to_hide_less_of_the_transfer():
     """Its 32 ms hide a part of 70 ms of KV, behind 20 ms of E; 16 ms would hide half as much."""
     fast = PrefillCost(token_s=1e-4, context_s=0.0, margin=2.0)
     plan = plan_for(match(S, location=FAR))

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -46,6 +47,11 @@ STAND_INS = {
     **dict.fromkeys(("MODEL", "models/receiver"), PAIRS / "weights/receiver"),
 }
 """Files in the folder where the pages' commands run."""
+FIELDS = {
+    "/generate": {"text", "sampling_params"},
+    "/v1/chat/completions": {"model", "messages", "return_meta_info"},
+}
+"""Fields that a documented request may have, by endpoint."""
 LANGUAGES = {"bash", "json", "python", "yaml", "text", "{toctree}"}
 _ASSIGNED = re.compile(r"[A-Z_]+=")
 _FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -155,9 +161,7 @@ def _run(words: list[str]) -> None:
         case ["python", "examples/break_even.py", *_]:
             subprocess.run([sys.executable, *words[1:]], check=True)
         case ["curl", url, "-H", "Content-Type: application/json", "-d", body]:
-            chat = {"model", "messages", "return_meta_info"}
-            fields = chat if url.endswith("/v1/chat/completions") else {"text", "sampling_params"}
-            assert set(json.loads(body)) <= fields and url.endswith(("/completions", "/generate"))
+            assert set(json.loads(body)) <= FIELDS[urlsplit(url).path]
         case ["kubectl", "create", "secret", "generic", _, *files]:
             assert all(Path(it.removeprefix("--from-file=")).exists() for it in files)
         case ["smg", "launch", *flags]:
