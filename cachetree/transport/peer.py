@@ -183,8 +183,10 @@ class Peer:
                     self._counts.num_protocol_errors += isinstance(exc, ProtocolError)
                     self._lose(exc, PeerState.CONNECTING)
                 except Exception as exc:
-                    log.exception("peer %s: internal error", self.address)
-                    self._lose(FetchError(f"internal error: {exc}"), PeerState.CONNECTING)
+                    # A message of the worker may be the cause, so the breaker counts this error.
+                    if self._log_limiter.may("internal error"):
+                        log.exception("peer %s: internal error", self.address)
+                    self._lose(ProtocolError(f"internal error: {exc}"), PeerState.CONNECTING)
         except Exception:
             log.exception("peer %s: its thread has ended", self.address)
         finally:

@@ -85,7 +85,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Shared memory from which a peer on the worker's host may copy. None in a peer's Hello."""
     ticket: Ticket | None = None
     """Ticket for the data connection. None in a peer's Hello, and if the peer is refused."""
-    budget_bytes: int = 0
+    budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Largest number of bytes that the worker can store, in memory and on disk. 0 in a peer's
     Hello."""
 

@@ -231,6 +231,39 @@ def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(caplog):
     assert "internal error" not in caplog.text
 
 
+class BoastfulWorker(ScriptedWorker):
+    """A worker with an impossible budget in its hello."""
+
+    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
+        if isinstance(message, wire.Hello):
+            message = msgspec.structs.replace(message, budget_bytes=-1)
+        super().send(identity, message, *payload)
+
+
+def test_a_hello_with_a_negative_budget_is_an_error_of_the_protocol(caplog):
+    with (
+        BoastfulWorker(lambda *_: None) as worker,
+        peer_of(worker.address, new_tree(), STRICT, is_ready=False) as peer,
+    ):
+        eventually(lambda: peer.state is PeerState.RESTING)
+        assert "budget_bytes" in str(peer.error)
+    assert "internal error" not in caplog.text
+
+
+def test_internal_errors_of_a_session_open_the_breaker_and_are_logged_once(caplog, monkeypatch):
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("cachetree.transport.peer.RemoteView.limit", fail)
+    with (
+        MoodyWorker() as worker,
+        peer_of(worker.address, new_tree(), STRICT, is_ready=False) as peer,
+    ):
+        eventually(lambda: peer.state is PeerState.RESTING)
+        assert worker.num_hellos == STRICT.breaker_errors
+    assert caplog.text.count("Traceback") == 1
+
+
 @pytest.mark.parametrize(("answer", "error"), [("stale", StaleEntry), ("failed", FetchError)])
 def test_missing_pages_and_busy_workers_do_not_count_as_errors(answer, error):
     with MoodyWorker() as worker, peer_of(worker.address, new_tree(), STRICT) as peer:
