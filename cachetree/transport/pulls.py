@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from cachetree.clock import Clock, Deadline
-from cachetree.errors import FetchError, StaleEntry
+from cachetree.errors import FetchError, StaleEntry, printable
 from cachetree.ids import DISK, KV, PAGE_HASH_BYTES, Location, ModelId, PageHash, Part
 from cachetree.memory import Layout, NoRoom, Staging
 from cachetree.transport.advertise import Advert
@@ -263,9 +263,9 @@ class Pulls:
 
     def _failed(self, error: str) -> None:
         self._counts.num_failed += 1
-        self._counts.error = error
+        self._counts.error = printable(error)  # The peer has chosen the model's id.
         if self._log_limiter.may("pull"):
-            log.warning("not all of peer %s is copied: %s", self._address, error)
+            log.warning("not all of peer %s is copied: %s", self._address, self._counts.error)
 
 
 def _first_new(tree: CacheTree, piece: Change) -> _Key:

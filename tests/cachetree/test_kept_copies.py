@@ -283,9 +283,9 @@ Script = Callable[[ScriptedWorker, bytes, wire.Fetch], None]
 class Engine(ScriptedWorker):
     """An engine that advertises entries which it does not have."""
 
-    def __init__(self, num_entries: int, script: Script) -> None:
+    def __init__(self, num_entries: int, script: Script, model: str = MODEL) -> None:
         self._entries = [
-            wire.Entry(added=True, model=MODEL, parent=b"", pages=page, part=-1)
+            wire.Entry(added=True, model=model, parent=b"", pages=page, part=-1)
             for page in pages_of(num_entries)
         ]
         super().__init__(script)
@@ -309,6 +309,17 @@ def test_entries_that_cannot_be_fetched_are_left_out_and_said_once(monkeypatch, 
         assert "too busy" in worker.sources()[0].reason
         assert worker.tree.num_bytes == 0
     assert sum("not all of peer" in it for it in caplog.messages) == 1
+
+
+def test_model_id_of_a_peer_forges_no_line_in_the_log(caplog):
+    with (
+        Engine(1, refused, "m\nWARNING forged\x1b[31m") as engine,
+        keep(engine, host_bytes=0) as worker,
+    ):
+        eventually(lambda: pulls(worker).num_failed)
+        assert "m WARNING forged" in worker.sources()[0].reason
+    (line,) = (it for it in caplog.messages if "not all of peer" in it)
+    assert line.isprintable() and worker.sources()[0].reason.isprintable()
 
 
 def test_a_fetch_that_hangs_is_given_up_alone(monkeypatch):
