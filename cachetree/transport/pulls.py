@@ -202,15 +202,15 @@ class Pulls:
     def _pull(self, keeper: Keeper, key: _Key) -> _Steps:
         """Copy an entry, and its parents that are missing here."""
         model, page, part = key
-        tree = keeper.tree
-        line = tree.remote.line(self._address, *key)
-        if line and tree.remote.has(DISK, *key):
-            return
-        if part != KV and not tree.has(model, page):
-            line = [*tree.remote.line(self._address, model, page), *line]
+        remote = keeper.tree.remote
         try:
-            if not line:
+            if not remote.has(self._address, *key):
                 raise StaleEntry("the peer does not advertise it any more")
+            if remote.has(DISK, *key):
+                return
+            line = remote.missing(self._address, *key)
+            if part != KV:
+                line = [*remote.missing(self._address, model, page), *line]
             for piece in chain.from_iterable(self._pieces(keeper, change) for change in line):
                 yield from self._fetch(keeper, piece)
             self._counts.error = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from math import inf
 from typing import Final
 
@@ -85,13 +86,16 @@ class RemoteEntries:
         with self._lock:
             return self._find((location, model, part), page) is not None
 
-    def line(
+    def missing(
         self, location: Location, model: ModelId, page: PageHash, part: Part = KV
     ) -> list[Change]:
-        """Return the noted entries from the root to the one with `page`, as additions in order."""
+        """Return the noted entries from the root to the one with `page`, except entries that are in
+        memory. Each is an addition, in order."""
         key = (location, model, part)
         with self._lock:
-            return [it.remote[key].change(added=True) for it in nodes_to(self._find(key, page))]
+            nodes = reversed(nodes_to(self._find(key, page)))
+            new = list(takewhile(lambda node: key[1:] not in node.local, nodes))
+            return [node.remote[key].change(added=True) for node in reversed(new)]
 
     def reach(
         self,

@@ -28,7 +28,7 @@ from transport_parts import (
     store,
 )
 
-from cachetree import KV, LOCAL, Cache, Location, PageHash, WorkerConfig
+from cachetree import KV, LOCAL, Cache, CacheTree, Location, PageHash, WorkerConfig
 from cachetree.metrics import health_of
 from cachetree.transport import PullStatus, wire
 
@@ -78,6 +78,22 @@ def test_pages_of_two_engines_are_copied_once():
         eventually(lambda: num_kept(worker) == num_kept(worker, OTHERS) == 64)
         assert worker.tree.num_bytes == 128 * PAGE_TOTAL
         assert moved_bytes(worker) == 128 * PAGE_TOTAL
+
+
+def test_each_entry_of_a_long_prompt_is_reserved_once(monkeypatch):
+    reserve, reserved = CacheTree.reserve, []
+
+    def count(*args: object) -> object:
+        reserved.append(args)
+        return reserve(*args)
+
+    with cache_of() as engine:
+        for num in range(1, 33):
+            store(engine.tree, PAGES[:num])
+        monkeypatch.setattr(CacheTree, "reserve", count)
+        with keep(engine) as worker:
+            eventually(lambda: num_kept(worker) == 32)
+        assert len(reserved) == 2 * 32, "KV and E"
 
 
 def test_a_worker_that_lost_the_beginning_gets_it_again_with_what_follows():
