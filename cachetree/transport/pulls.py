@@ -228,8 +228,7 @@ class Pulls:
         return change.slices(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
 
     def _fetch(self, keeper: Keeper, piece: Change) -> _Steps:
-        """Fetch the pages of `piece` that are missing here. Raises NoRoom, or the error that ended
-        the fetch."""
+        """Fetch the pages of `piece` that are missing here. Raises NoRoom or FetchError."""
         tree = keeper.tree
         while not keeper.claim(claim := _first_new(tree, piece)):
             yield _CLAIMED_S
@@ -237,8 +236,11 @@ class Pulls:
             while (pause_s := keeper.delay_s()) > 0:
                 yield pause_s
             reservation = tree.reserve(piece.model, piece.parent, piece.pages, piece.part)
+            pages = f"{len(piece.pages)} pages of {piece.model}"
             if reservation is None:
-                raise NoRoom(f"there is no room here for {len(piece.pages)} pages of {piece.model}")
+                if piece.parent is None or tree.has(piece.model, piece.parent, piece.part):
+                    raise NoRoom(f"there is no room here for {pages}")
+                raise FetchError(f"{pages} are not copied: the page before them has left memory")
             with reservation:
                 if reservation.pages:
                     yield from self._fill(keeper, reservation)

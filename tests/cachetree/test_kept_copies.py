@@ -17,6 +17,7 @@ from security_parts import Party, new_party
 from serve_parts import serving
 from transport_parts import (
     E_LAYER,
+    FAMILY,
     FAST,
     MODEL,
     PAGE_BYTES,
@@ -134,6 +135,19 @@ def test_a_worker_without_room_keeps_nothing():
         eventually(lambda: num_kept(worker, OTHERS) == 5)
         assert num_kept(worker) == 0
         eventually(lambda: worker.sources()[0].reason == "")
+
+
+def test_copy_without_the_page_before_it_is_not_called_a_lack_of_room():
+    page_s = 1.0
+    rate_mb_s = FAMILY.num_layers * PAGE_BYTES / page_s / 1e6
+    with cache_of() as engine, keep(engine, max_pull_mb_s=rate_mb_s) as worker:
+        engine.tree.reserve(MODEL, None, PAGES[:1]).commit()
+        eventually(lambda: worker.tree.num_pages == 1)
+        engine.tree.reserve(MODEL, None, PAGES[:2]).commit()
+        eventually(lambda: pulls(worker).num_waiting)
+        worker.tree.evict()  # The copy of the second page waits for the rate limit.
+        eventually(lambda: pulls(worker).num_failed)
+        assert "the page before them has left memory" in pulls(worker).error
 
 
 def moved_bytes(worker: Cache) -> int:
