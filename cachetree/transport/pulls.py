@@ -244,6 +244,8 @@ class Pulls:
             with reservation:
                 if reservation.pages:
                     yield from self._fill(keeper, reservation)
+            if reservation.skipped + len(reservation.pages) < len(piece.pages):
+                raise FetchError(f"E of {pages} is not copied: KV of some of them is missing here")
         finally:
             keeper.release(claim)
 

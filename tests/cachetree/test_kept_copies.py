@@ -313,9 +313,11 @@ Script = Callable[[ScriptedWorker, bytes, wire.Fetch], None]
 class Engine(ScriptedWorker):
     """An engine that advertises entries which it does not have."""
 
-    def __init__(self, num_entries: int, script: Script, model: str = MODEL) -> None:
+    def __init__(
+        self, num_entries: int, script: Script, model: str = MODEL, part: int = KV
+    ) -> None:
         self._entries = [
-            wire.Entry(added=True, model=model, parent=b"", pages=page, part=-1)
+            wire.Entry(added=True, model=model, parent=b"", pages=page, part=part)
             for page in pages_of(num_entries)
         ]
         super().__init__(script)
@@ -350,6 +352,12 @@ def test_model_id_of_a_peer_forges_no_line_in_the_log(caplog):
         assert "m WARNING forged" in worker.sources()[0].reason
     (line,) = (it for it in caplog.messages if "not all of peer" in it)
     assert line.isprintable() and worker.sources()[0].reason.isprintable()
+
+
+def test_e_without_its_kv_counts_as_not_copied():
+    with Engine(1, refused, part=E_LAYER) as engine, keep(engine) as worker:
+        eventually(lambda: pulls(worker).num_failed)
+        assert "KV of some of them is missing" in pulls(worker).error
 
 
 def test_a_fetch_that_hangs_is_given_up_alone(monkeypatch):
