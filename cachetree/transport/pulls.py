@@ -25,7 +25,7 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, StaleEntry, printable
-from cachetree.ids import DISK, KV, PAGE_HASH_BYTES, Location, ModelId, PageHash, Part
+from cachetree.ids import DISK, KV, PAGE_HASH_BYTES, Location, ModelId, PageHash, Part, Span
 from cachetree.memory import Layout, NoRoom, Staging
 from cachetree.transport.advertise import Advert
 from cachetree.transport.backoff import Backoff, LogLimiter
@@ -50,12 +50,17 @@ is not copied again if it is among them."""
 _PART_BYTES: Final = 64 << 20
 """Largest number of bytes of one fetch. A larger entry takes several fetches, and the pages of each
 can be read as soon as they are here."""
+_FIRST_PART_BYTES: Final = 1 << 20
+"""Largest number of bytes of one fetch until the rate of the link is known."""
 _PART_S: Final = 0.25
 """Longest fetch in seconds if there is a rate limit. A single page may take longer."""
 _MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2
 """Largest number of pages of one fetch, so that one message can name them."""
 _FETCH_S: Final = MAX_REQUEST_S
 """Seconds until the deadline of one fetch."""
+_PLANNED_S: Final = _FETCH_S / 4
+"""Longest fetch in seconds at the measured rate of the link. The rate may become four times lower
+before the deadline ends the fetch."""
 _PAUSE_S: Final = 0.5
 """Seconds of pause after a failed fetch. It doubles with each failure, up to ten times this
 value."""
@@ -224,8 +229,15 @@ class Pulls:
         yield self._backoff.next_s()
 
     def _pieces(self, keeper: Keeper, change: Change) -> Iterator[Change]:
+        """Cut an addition into parts for one fetch each, by the rate measured until then."""
         page_bytes = Layout.of(keeper.tree.family, 1, change.part).page_bytes
-        return change.slices(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
+        start, num_pages = 0, len(change.pages)
+        while start < num_pages:
+            rate = self._fetches.bandwidth.bytes_per_s or 0.0
+            part_bytes = min(keeper.part_bytes, max(_FIRST_PART_BYTES, rate * _PLANNED_S))
+            stop = start + max(1, min(int(part_bytes // page_bytes), _MAX_PAGES))
+            yield change.slice(Span(start, min(stop, num_pages)))
+            start = stop
 
     def _fetch(self, keeper: Keeper, piece: Change) -> _Steps:
         """Fetch the pages of `piece` that are missing here. Raises NoRoom or FetchError."""

@@ -413,6 +413,22 @@ def test_a_long_entry_comes_in_several_fetches(monkeypatch):
         assert pulls(worker).num_fetched == 6 + 6, "the nodes of the first six"
 
 
+def test_a_slow_source_is_copied_in_parts_that_end_in_time(monkeypatch):
+    """The whole entry would take twice as long as one fetch may take."""
+    pages = pages_of(512, "long")
+    kv_bytes = len(pages) * FAMILY.num_layers * PAGE_BYTES
+    monkeypatch.setattr("cachetree.transport.pulls._FETCH_S", 1.0)
+    monkeypatch.setattr("cachetree.transport.pulls._PLANNED_S", 0.2)
+    monkeypatch.setattr("cachetree.transport.pulls._FIRST_PART_BYTES", kv_bytes // 10)
+    slow = WorkerConfig(max_bytes_per_s=kv_bytes / 2, shared_memory=False)
+    with cache_of(worker=slow) as engine:
+        engine.tree.reserve(MODEL, None, pages).commit()
+        with keep(engine) as worker:
+            eventually(lambda: worker.tree.num_pages == 512 or pulls(worker).error)
+            assert pulls(worker).error == ""
+            assert pulls(worker).num_fetched <= 12
+
+
 def test_only_an_engine_that_lets_the_worker_read_is_copied(tmp_path):
     us, friend, stranger = (new_party(tmp_path, name) for name in ("us", "friend", "stranger"))
     with cache_of(worker=WorkerConfig(**us.serving(friend))) as engine:
