@@ -22,7 +22,7 @@ from cachetree.memory import Arena, Blocks, NoRoom, Register, Staging, scatter, 
 from cachetree.names import ModelNames
 from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
-from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
+from cachetree.tier import MakeTier, NoteSpeed, Search, Tier, Unwritten
 from cachetree.transport import Keeper, Peers, Worker, is_directory, verbs
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.tracing import NoteServed, untraced
@@ -97,7 +97,8 @@ class Cache:
                     note_served=note_served,
                 )
             cap = (config.max_pull_mb_s or inf) * 1e6
-            keeper = Keeper(self.tree, cap, clock) if config.keeps else None
+            unwritten = self._disk.unwritten if self._disk else Unwritten()
+            keeper = Keeper(self.tree, cap, unwritten, clock) if config.keeps else None
             self._peers = Peers(self.tree, self._worker, clock, keeper)
             # A directory may name workers that are listed, too; listed workers stay.
             for address in map(Location, config.sources):

@@ -20,8 +20,8 @@ import msgspec
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, StaleEntry
 from cachetree.ids import KV, Location, ModelId, PageHash, Part
-from cachetree.memory import Staging
-from cachetree.tree import CacheTree, Change, Lease
+from cachetree.memory import Layout, Staging
+from cachetree.tree import CacheTree, Change, EntryKey, Lease
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +266,34 @@ call. Raises StaleEntry if the lease of the pages ends before they are written.
 """
 
 
+class Unwritten:
+    """Entries that wait to be written to a tier, or are being written. Thread-safe.
+
+    Memory evicts the least recently used entries, and may evict these before their turn if they
+    take more than `max_bytes`. A thread that adds copies of a peer's entries asks for room first.
+    """
+
+    def __init__(self, max_bytes: float = inf) -> None:
+        """Without `max_bytes`, there is always room: no tier writes the entries."""
+        self._max_bytes: Final = max_bytes
+        self._sizes: dict[EntryKey, float] = {}
+
+    def __contains__(self, key: EntryKey) -> bool:
+        return key in self._sizes
+
+    def add(self, key: EntryKey, num_bytes: int) -> None:
+        # Small entries count as larger ones, because only MAX_WAITING entries can wait.
+        self._sizes[key] = max(num_bytes, self._max_bytes / MAX_WAITING)
+
+    def discard(self, key: EntryKey) -> None:
+        self._sizes.pop(key, None)
+
+    def has_room(self, sizes: Sequence[int]) -> bool:
+        """Return whether entries of these sizes may be added. If none waits, one always may."""
+        waiting = [*self._sizes.copy().values(), *sizes]  # Other threads change `_sizes`.
+        return len(waiting) == 1 or sum(waiting) <= self._max_bytes
+
+
 class WriteBehind:
     """Write every entry that is added to a tree to a tier, in a background thread.
 
@@ -287,6 +315,7 @@ class WriteBehind:
         self.num_late = 0
         self.moves: Final = MoveBarrier()
         """Barrier that the writer thread enters for each lease of pages and its call of `write`."""
+        self.unwritten: Final = Unwritten(tree.host_bytes / 2)  # Pins may take the other half.
         self._unheard: set[int] = set()
         self._closes_at_s = inf
         self._tree: Final = tree
@@ -325,11 +354,14 @@ class WriteBehind:
         """Queue an entry to be written. The tree calls this with its lock held."""
         if not change.added or threading.get_ident() in self._unheard:
             return
+        num_bytes = Layout.of(self._tree.family, len(change.pages), change.part).num_bytes
+        self.unwritten.add(change.key, num_bytes)  # Before `put`: the thread discards it.
         if self._thread.num_waiting >= MAX_WAITING or not self._thread.put(change):
-            self.num_late += 1
+            self._lose(change)
 
-    def _lose(self, _change: Change, _error: Exception) -> None:
+    def _lose(self, change: Change, _error: Exception | None = None) -> None:
         self.num_late += 1
+        self.unwritten.discard(change.key)
 
     def _write_all(self, changes: Iterator[Change]) -> None:
         lower_priority()
@@ -339,6 +371,7 @@ class WriteBehind:
                 self.num_late += is_late  # No call here: another thread could add meanwhile.
             except Exception:
                 log.exception("%s: an entry was not written", self._name)
+            self.unwritten.discard(change.key)
 
     def _is_written(self, change: Change) -> bool:
         """Write an entry. First write its parents that the tier lacks, because an entry without its

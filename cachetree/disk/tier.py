@@ -82,6 +82,7 @@ class DiskTier:
                 tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
             )
             undo.pop_all()
+        self.unwritten: Final = self._behind.unwritten
         self._reads.put(self._warm_up)
 
     @property

@@ -27,6 +27,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, StaleEntry, printable
 from cachetree.ids import DISK, KV, PAGE_HASH_BYTES, Location, ModelId, PageHash, Part, Span
 from cachetree.memory import Layout, NoRoom, Staging
+from cachetree.tier import Unwritten
 from cachetree.transport.advertise import Advert
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.frames import MAX_MESSAGE_BYTES
@@ -34,11 +35,10 @@ from cachetree.transport.pace import Cap
 from cachetree.transport.pending_fetches import PendingFetches
 from cachetree.transport.status import PullStatus
 from cachetree.transport.wire import MAX_REQUEST_S, Entries, Entry, Reset, Synced
-from cachetree.tree import CacheTree, Change, Reservation
+from cachetree.tree import CacheTree, Change, EntryKey, Reservation
 
 log = logging.getLogger("cachetree.peer")
 
-_Key = tuple[ModelId, PageHash, Part]
 _Steps = Generator[float, None, None]
 """Work in steps. Each step yields the seconds until the next step has to run at the latest."""
 
@@ -65,7 +65,8 @@ _PAUSE_S: Final = 0.5
 """Seconds of pause after a failed fetch. It doubles with each failure, up to ten times this
 value."""
 _CLAIMED_S: Final = 0.01
-"""Seconds between two checks whether another peer's thread has fetched the same pages."""
+"""Seconds between two checks whether a fetch may start: another peer's thread may fetch the same
+pages, and entries may have to be written first."""
 _BURST: Final = 64
 """Largest number of entries that one pass of the peer's thread handles."""
 
@@ -74,32 +75,40 @@ class Keeper:
     """State that the peers of a cache share while they copy entries: the rate limit, which thread
     fetches which pages, and evicted entries. Used by any peer's thread."""
 
-    def __init__(self, tree: CacheTree, max_bytes_per_s: float, clock: Clock) -> None:
+    def __init__(
+        self, tree: CacheTree, max_bytes_per_s: float, unwritten: Unwritten, clock: Clock
+    ) -> None:
+        """`unwritten` has the entries that a tier has not written yet."""
         self.tree: Final = tree
         self.part_bytes: Final = min(_PART_BYTES, max_bytes_per_s * _PART_S)
         self._lock = threading.Lock()
         """Lock for the fields below. A thread may take it while it holds the tree's lock, but never
         the reverse."""
         self._cap = Cap(max_bytes_per_s, clock)
-        self._claimed: set[_Key] = set()
-        self._given_up: dict[_Key, None] = {}
+        self._unwritten = unwritten
+        self._claimed: dict[EntryKey, int] = {}
+        """Bytes of each running fetch."""
+        self._given_up: dict[EntryKey, None] = {}
         """Model, last page and part of each entry that left memory and disk, the oldest first."""
         tree.subscribe_kept(self._note)
 
-    def has_given_up(self, key: _Key) -> bool:
+    def has_given_up(self, key: EntryKey) -> bool:
         return key in self._given_up
 
-    def claim(self, key: _Key) -> bool:
+    def claim(self, key: EntryKey, num_bytes: int) -> bool:
         """Let only the calling thread fetch this page and the pages after it, until `release`.
-        Return False if another thread has claimed them."""
+        Return False if another thread has claimed them, or if entries have to be written first:
+        the fetched `num_bytes` would evict them."""
         with self._lock:
-            is_free = key not in self._claimed
-            self._claimed.add(key)
+            sizes = *self._claimed.values(), num_bytes
+            is_free = key not in self._claimed and self._unwritten.has_room(sizes)
+            if is_free:
+                self._claimed[key] = num_bytes
             return is_free
 
-    def release(self, key: _Key) -> None:
+    def release(self, key: EntryKey) -> None:
         with self._lock:
-            self._claimed.discard(key)
+            del self._claimed[key]
 
     def delay_s(self) -> float:
         """Return the seconds until the rate limit lets the next fetch begin."""
@@ -110,11 +119,11 @@ class Keeper:
             self._cap.spend(num_bytes)
 
     def _note(self, change: Change) -> None:
-        key = change.model, change.pages[-1], change.part
         with self._lock:
-            self._given_up.pop(key, None)
-            if not change.added:
-                self._given_up[key] = None
+            self._given_up.pop(change.key, None)
+            # An entry that was evicted before it could be written is copied again.
+            if not change.added and change.key not in self._unwritten:
+                self._given_up[change.key] = None
             if len(self._given_up) > _MAX_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
 
@@ -139,7 +148,7 @@ class Pulls:
         self._counts = PullStatus()
         self._log_limiter = LogLimiter(clock)
         self._backoff = Backoff(_PAUSE_S)
-        self._waiting: dict[_Key, None] = {}
+        self._waiting: dict[EntryKey, None] = {}
         """Model, last page and part of each waiting entry, oldest first."""
         self._is_snapshot = True
         self._work: _Steps | None = None
@@ -204,7 +213,7 @@ class Pulls:
                 f"more than {_MAX_WAITING} entries wait to be copied; the oldest is dropped"
             )
 
-    def _pull(self, keeper: Keeper, key: _Key) -> _Steps:
+    def _pull(self, keeper: Keeper, key: EntryKey) -> _Steps:
         """Copy an entry, and its parents that are missing here."""
         model, page, part = key
         remote = keeper.tree.remote
@@ -242,7 +251,8 @@ class Pulls:
     def _fetch(self, keeper: Keeper, piece: Change) -> _Steps:
         """Fetch the pages of `piece` that are missing here. Raises NoRoom or FetchError."""
         tree = keeper.tree
-        while not keeper.claim(claim := _first_new(tree, piece)):
+        num_bytes = Layout.of(tree.family, len(piece.pages), piece.part).num_bytes
+        while not keeper.claim(claim := _first_new(tree, piece), num_bytes):
             yield _CLAIMED_S
         try:
             while (pause_s := keeper.delay_s()) > 0:
@@ -284,7 +294,7 @@ class Pulls:
             log.warning("not all of peer %s is copied: %s", self._address, self._counts.error)
 
 
-def _first_new(tree: CacheTree, piece: Change) -> _Key:
+def _first_new(tree: CacheTree, piece: Change) -> EntryKey:
     """Return the key of the first page that is missing here; of the first page if all are here."""
     new = (it for it in piece.pages if not tree.has(piece.model, it, piece.part))
     return piece.model, next(new, piece.pages[0]), piece.part

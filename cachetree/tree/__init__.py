@@ -56,7 +56,7 @@ What could be better
     - A match looks at every key of the nodes on its walk. So a peer's number of models is limited.
 """
 
-from cachetree.tree.entries import Change
+from cachetree.tree.entries import Change, EntryKey
 from cachetree.tree.eviction import Retention
 from cachetree.tree.hashing import join_hashes, page_digests, page_hashes, split_hashes
 from cachetree.tree.holds import Lease, Reservation
@@ -66,6 +66,7 @@ from cachetree.tree.tree import CacheTree
 __all__ = [
     "CacheTree",
     "Change",
+    "EntryKey",
     "Lease",
     "Listener",
     "Reservation",

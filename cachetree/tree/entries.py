@@ -14,6 +14,8 @@ from cachetree.memory import Slab
 
 LocalKey = tuple[ModelId, Part]
 RemoteKey = tuple[Location, ModelId, Part]
+EntryKey = tuple[ModelId, PageHash, Part]
+"""Model, last page and part of an entry."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     parent: PageHash | None
     """Page before the first of `pages`. None: they begin a prompt."""
     pages: tuple[PageHash, ...]
+
+    @property
+    def key(self) -> EntryKey:
+        """Key of the entry that has these pages."""
+        return self.model, self.pages[-1], self.part
 
     def slice(self, pages: Span) -> Change:
         """Return the same change for only some of its pages. Page 0 is the change's first page."""

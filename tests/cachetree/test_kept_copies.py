@@ -30,6 +30,7 @@ from transport_parts import (
 )
 
 from cachetree import KV, LOCAL, Cache, CacheTree, Location, PageHash, WorkerConfig
+from cachetree.disk import entry_file
 from cachetree.metrics import health_of
 from cachetree.transport import PullStatus, wire
 
@@ -280,6 +281,34 @@ def test_pages_only_on_the_workers_disk_are_not_fetched_again(tmp_path):
         assert moved_bytes(worker) == 64 * PAGE_TOTAL
         store(engine.tree, [*PAGES, *OTHERS[:6]])
         eventually(lambda: num_kept(worker, [*PAGES, *OTHERS[:6]]) == 70)
+
+
+def test_a_worker_with_little_memory_copies_as_fast_as_its_disk_writes(tmp_path, monkeypatch):
+    write_record = entry_file.write_record
+
+    def write(*args: object) -> None:
+        time.sleep(0.005)
+        write_record(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(entry_file, "write_record", write)
+    budgets = {"host_bytes": 10 * PAGE_TOTAL, "disk_path": str(tmp_path), "disk_bytes": 64 << 20}
+    with cache_of() as engine:
+        for page in PAGES:
+            store(engine.tree, [page])
+        with keep(engine, **budgets) as worker:
+            eventually(lambda: worker.status().disk.num_entries == 2 * len(PAGES))
+            assert worker.status().disk.num_late_entries == 0
+
+
+def test_pages_evicted_before_they_are_written_are_copied_again(tmp_path):
+    disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
+    with cache_of() as engine, cut_off(engine, **disk) as (worker, cut):
+        with worker._disk._store._writing:
+            store(engine.tree, PAGES)
+            eventually(lambda: num_kept(worker) == 64)
+            worker.tree.evict()
+        cut()
+        eventually(lambda: num_kept(worker) == 64)
 
 
 def test_an_engine_that_comes_back_with_other_content_is_copied_anew():

@@ -41,6 +41,7 @@ from cachetree.ids import KV, Part
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import scatter
 from cachetree.memory.slab import Blocks, Loan, Pool
+from cachetree.tier import Unwritten
 from cachetree.transport import Keeper, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
@@ -191,7 +192,7 @@ def worker_of(tree: CacheTree, **config: object) -> Iterator[Worker]:
 
 
 def new_keeper(tree: CacheTree, max_bytes_per_s: float = inf) -> Keeper:
-    return Keeper(tree, max_bytes_per_s, time.monotonic)
+    return Keeper(tree, max_bytes_per_s, Unwritten(), time.monotonic)
 
 
 @contextlib.contextmanager
