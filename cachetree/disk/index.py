@@ -5,14 +5,21 @@ The index does not list pages. The tree's entries at `DISK` have the file of eac
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from math import inf
+from pathlib import Path
 from typing import Final
 
 from cachetree.disk.entry_file import Record, size_of
 from cachetree.ids import KV, Span
 from cachetree.memory import Layout
+
+_TOUCH_S: Final = 60.0
 
 
 class DiskFile:
@@ -33,11 +40,22 @@ class DiskFile:
         self.on: Final[set[DiskFile]] = set()
         """Files that depend on this one: they continue it, or have E of its pages. The lock of
         `DiskFiles` guards it."""
+        self._touched_at_s = -inf
 
     @property
     def stop(self) -> int:
         """Number of a prompt's pages up to the end of the file."""
         return self.record.num_before + self.layout.num_pages
+
+    def touch(self, path_of: Callable[[str], Path]) -> None:
+        """Set the file's time to now, at most once a minute. The next start reads from these times
+        which files were used last. Blocks on the disk."""
+        now_s = time.monotonic()
+        if now_s - self._touched_at_s >= _TOUCH_S:
+            self._touched_at_s = now_s
+            with suppress(OSError):
+                # The kernel's own time is too coarse to order uses.
+                os.utime(path_of(self.key), ns=2 * (time.time_ns(),))
 
     def pages_at(self, depths: Span) -> Span:
         """Convert pages of a prompt to pages of the file, which count from the file's first

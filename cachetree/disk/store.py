@@ -116,6 +116,7 @@ class DiskStore:
         sources = [(file, file.pages_at(at)) for file, at in self._sources(model, pages, part)]
         if sources:
             self.files.use(sources[-1][0])
+            sources[-1][0].touch(self._directory.path_of)
         return sources
 
     def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[DiskFile]:

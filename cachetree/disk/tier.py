@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -135,7 +135,7 @@ class DiskTier:
         disk tier did not see the use."""
         if self._reads.num_waiting < MAX_WAITING:
             for part in parts:
-                self._reads.put(partial(self._store.find, model, pages, part))
+                self._reads.put(partial(self._find, model, pages, part))
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Return a finished search, because the tree lists every entry on disk already."""
@@ -184,13 +184,19 @@ class DiskTier:
 
     # Called in a reader's thread.
 
+    def _find(
+        self, model: ModelId, pages: Sequence[PageHash], part: Part
+    ) -> list[tuple[DiskFile, Span]]:
+        with self._calls:
+            return self._store.find(model, pages, part)
+
     def _fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         begun_at_s = self._clock()
         parts = sorted({part_of(step) for step in staging.steps})
         files: dict[Part, list[tuple[DiskFile, Span]]] = {}
         try:
             for part in parts:
-                files[part] = self._store.find(model, pages, part)
+                files[part] = self._find(model, pages, part)
                 if sum(len(span) for _, span in files[part]) < len(pages):
                     raise StaleEntry(f"{len(pages)} pages of model {model} are no longer on disk")
             for step in staging.steps:
@@ -210,7 +216,10 @@ class DiskTier:
 
     def _line(self, model: ModelId, page: PageHash, parts: Sequence[Part]) -> Iterator[DiskFile]:
         """Yield the files of these parts from the root to `page`, KV first."""
-        return chain.from_iterable(self._store.line(model, page, part) for part in parts)
+        for part in parts:
+            with self._calls:
+                files = self._store.line(model, page, part)
+            yield from files
 
     def _promote(self, line: Iterable[DiskFile], asker: Asker) -> None:
         """Read these files into memory, in order, until one fails."""
