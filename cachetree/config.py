@@ -15,6 +15,7 @@ import msgspec
 from cachetree.errors import UNREADABLE, ConfigError, written
 from cachetree.transport import PeerConfig, WorkerConfig, is_directory, without_password
 from cachetree.transport.address import parse_address, parse_remote
+from cachetree.transport.directory import parse_directory
 from cachetree.tree import Retention
 
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?")
@@ -88,8 +89,10 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"{field} has {without_password(address)} twice; name each worker once"
             )
         own = parse_address(self.worker.listen, field="listen")
-        for address in self.sources if self.serves and own.port else ():
-            if not is_directory(address) and parse_remote(address, field=field) == own:
+        for address in self.sources:
+            if is_directory(address):
+                parse_directory(address, field=field)
+            elif parse_remote(address, field=field) == own and self.serves:
                 raise ConfigError(
                     f"{field} has {address}, where this server itself listens; remove it"
                 )

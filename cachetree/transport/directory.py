@@ -92,15 +92,18 @@ def addresses_of(
     return [Location(url) for url in sorted(urls)[:MAX_FOUND]]
 
 
-def parse_directory(url: str) -> Address:
-    """Parse a directory URL into a DNS name and port; raises ConfigError."""
+def parse_directory(url: str, *, field: str) -> Address:
+    """Parse a directory URL, a value of the setting `field`, into a DNS name and port. Raises
+    ConfigError."""
+    wrong = ConfigError(
+        f"{field} is {without_password(url)!r}, which names no directory; {_EXAMPLE}"
+    )
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         # The error's text is left out: it may have a part of a password.
-        raise ConfigError(f"peers names no directory; {_EXAMPLE}") from None
+        raise wrong from None
     if not parts.hostname or not port or parts.path or parts.query or parts.fragment:
-        # The URL is left out: it may have a password.
-        raise ConfigError(f"peers names no directory at {parts.hostname}; {_EXAMPLE}")
+        raise wrong
     return Address(parts.hostname, port)

@@ -87,7 +87,7 @@ class Peers:
         """Start a thread that asks the directory at `url` repeatedly, and adds its workers as
         peers. Raises ConfigError."""
         config = check_found(url, config)
-        look = partial(addresses_of, parse_directory(url))
+        look = partial(addresses_of, parse_directory(url, field="peers"))
         self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
@@ -178,7 +178,7 @@ def check_peer(address: str, config: PeerConfig) -> None:
 def check_found(url: str, config: PeerConfig) -> PeerConfig:
     """Return the settings for workers from a directory, with the key that these workers have to
     prove. Raises ConfigError."""
-    parse_directory(url)
+    parse_directory(url, field="peers")
     if config.server_key is None:
         return config
     allowed = sorted(keys.read_public_keys([config.server_key], field="peer_keys"))

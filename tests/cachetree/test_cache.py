@@ -359,7 +359,7 @@ def test_a_closed_cache_leaves_no_thread_and_fails_fetches():
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"peers": ["nonsense"]}, "peer address is 'nonsense'"),
+        ({"peers": ["nonsense"]}, "peers is 'nonsense'"),
         ({"worker": {"listen": "tcp://0.0.0.0:0"}}, "insecure"),
         ({"host_bytes": -1}, "host_bytes is -1"),
         ({"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"]}, "once"),

@@ -324,7 +324,12 @@ def test_a_name_that_does_not_resolve_is_told_of(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"peers": ("dns://x",)}, "peers names no directory at x; write dns://NAME:PORT"),
+        (
+            {"peers": ("dns://x",)},
+            "peers is 'dns://x', which names no directory; write dns://NAME:PORT",
+        ),
+        ({"keeps": ("dns://engines",)}, "keeps is 'dns://engines', which names no directory"),
+        ({"keeps": ("tcp://engines",)}, "keeps is 'tcp://engines', which is not an address"),
         ({"peers": ("dns://x:7/y",)}, "no directory"),
         ({"peers": ("dns://x:7?a=b",)}, "no directory"),
         ({"peers": ("dns://me:secret@x:99999",)}, "no directory"),
