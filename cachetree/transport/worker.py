@@ -39,6 +39,8 @@ from cachetree.tree import CacheTree
 log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.25
+_SWEEP_S: Final = 1.0
+"""Seconds between two sweeps of the tree, which evict entries past their time to live."""
 _MAX_RECEIVED: Final = 64
 """Largest number of ZMQ messages that one pass of the worker's loop answers."""
 
@@ -82,7 +84,7 @@ class Worker:
         self._sessions: list[Session] = []
         self._callbacks: deque[Callable[[], object]] = deque()
         """Functions that other threads ask the worker's thread to call."""
-        self._turned_at_s = clock()
+        self._turned_at_s = self._swept_at_s = clock()
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
         self._stranger_limiter = LogLimiter(clock)
@@ -221,6 +223,9 @@ class Worker:
         for session in tuple(self._sessions):
             self._serve(session, is_ready=session.channel.fileno() in ready)
         self._service.scheduler.send()
+        if self._turned_at_s - self._swept_at_s >= _SWEEP_S:
+            self._swept_at_s = self._turned_at_s
+            self._tree.sweep()
         for session in tuple(self._sessions):
             if reason := session.expire():
                 self._end_session(session, reason)

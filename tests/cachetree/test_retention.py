@@ -4,6 +4,7 @@ room."""
 from __future__ import annotations
 
 import pytest
+from transport_parts import eventually
 from tree_parts import FAMILY, FAR, PAGE, A, B, FakeTime, make_tree, path, store
 
 from cachetree.cache import Cache
@@ -62,6 +63,14 @@ def test_sweep_of_a_crowd_takes_several_turns():
     assert 0 < tree.num_pages < 1000
     tree.sweep()
     assert tree.num_pages == 0
+
+
+def test_worker_drops_expired_entries_without_a_call():
+    clock = FakeTime()
+    with Cache(FAMILY, CacheConfig(host_bytes=4 * PAGE, ttl_s=10), clock=clock) as cache:
+        store(cache.tree, A, "abc")
+        clock.now_s = 10.0
+        eventually(lambda: cache.tree.num_pages == 0)
 
 
 def test_an_operators_question_keeps_nothing_in_memory():
