@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+from fault_proxy import FaultProxy
 from tier_parts import fetch
-from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of
+from transport_parts import E_LAYER, FAMILY, FAST, PAGE_BYTES, eventually, pages_of
 
-from cachetree import Cache, CacheConfig, Location, PageHash, Span
+from cachetree import LOCAL, Cache, CacheConfig, Location, PageHash, Span
+from cachetree.transport import PullStatus
 
 PAGES = pages_of(64)
 PAGE_TOTAL = (FAMILY.num_layers + 1) * PAGE_BYTES
@@ -44,3 +46,47 @@ def settle(worker: Cache, num_pages: int) -> None:
     eventually(lambda: worker.status().disk.num_bytes >= num_pages * PAGE_TOTAL)  # type: ignore[union-attr]
     eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]
     eventually(lambda: worker.tree.held_bytes == worker.tree.num_pinned_bytes)
+
+
+def num_kept(worker: Cache, pages: Sequence[PageHash] = PAGES) -> int:
+    """Return how many of the first pages the worker has in memory, with E."""
+    return next(
+        (it.e_pages.get(E_LAYER, 0) for it in worker.match(pages) if it.location == LOCAL), 0
+    )
+
+
+def moved_bytes(worker: Cache) -> int:
+    return sum(it.num_landed_bytes for it in worker.status().peers)
+
+
+def keep(engine: Cache, **settings: object) -> contextlib.AbstractContextManager[Cache]:
+    """Make a worker that keeps copies of one engine."""
+    return cache_of(keeps=(engine.address,), **settings)
+
+
+def pulls(worker: Cache) -> PullStatus:
+    (peer,) = worker.status().peers
+    return peer.pulls
+
+
+def settled(worker: Cache) -> bool:
+    """Whether the worker has heard everything, and has nothing left to fetch."""
+    return worker.wait_ready(0) and pulls(worker).num_waiting == 0
+
+
+@contextlib.contextmanager
+def cut_off(engine: Cache, **settings: object) -> Iterator[tuple[Cache, Callable[[], None]]]:
+    """Make a worker that keeps copies of one engine, and a function that ends its session. The
+    snapshot of the next session names all entries again."""
+    with (
+        FaultProxy(engine.address, seed=0) as proxy,
+        cache_of(keeps=(proxy.address,), **settings) as worker,
+    ):
+
+        def cut() -> None:
+            (before,) = worker.status().peers
+            proxy.cut()
+            eventually(lambda: worker.status().peers[0].num_losses > before.num_losses)
+            eventually(lambda: settled(worker))
+
+        yield worker, cut

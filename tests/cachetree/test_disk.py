@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from disk_parts import (
     check,
     content,
     data_files,
-    file_of,
     files_bytes,
     num_right,
     open_store,
@@ -203,26 +201,6 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path):
         assert store.status().num_bytes == files_bytes(tmp_path)
         assert num_right(store, A, "199fffff") == 8
         assert write(store, A, "new")
-
-
-def test_use_counts_after_a_restart_and_is_noted_once_a_minute(tmp_path):
-    with open_store(tmp_path) as store:
-        for text in ("abc", "xyz"):
-            assert write(store, A, text)
-        for age_s, file in enumerate(data_files(tmp_path)):
-            os.utime(file, (age_s, age_s))
-        used = file_of(tmp_path, A, "abc")
-        only(store, "abc")
-        assert used.stat().st_mtime > 1
-    with open_store(tmp_path) as store:
-        assert [it.record.pages[-1] for it in store.files.coldest_first()] == [
-            path_of("xyz")[-1],
-            path_of("abc")[-1],
-        ]
-        only(store, "abc")
-        os.utime(used, (1, 1))
-        only(store, "abc")
-        assert used.stat().st_mtime == 1
 
 
 def test_entry_larger_than_the_budget_evicts_nothing(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Directories that a disk store accepts, and those that it refuses."""
+"""Directories that a disk store accepts, those that it refuses, and the times of its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from disk_parts import FAMILY, A, data_files, files_bytes, num_right, open_store, write
+from disk_parts import (
+    FAMILY,
+    A,
+    data_files,
+    file_of,
+    files_bytes,
+    num_right,
+    open_store,
+    path_of,
+    write,
+)
 
 from cachetree.disk.directory import new_file
 from cachetree.errors import ConfigError
@@ -197,3 +207,23 @@ def test_one_process_at_a_time_has_the_directory(tmp_path):
     with open_store(tmp_path), pytest.raises(ConfigError, match="is using"):
         open_store(tmp_path)
     open_store(tmp_path).close()
+
+
+def test_use_counts_after_a_restart_and_is_noted_once_a_minute(tmp_path):
+    with open_store(tmp_path) as store:
+        for text in ("abc", "xyz"):
+            assert write(store, A, text)
+        for age_s, file in enumerate(data_files(tmp_path)):
+            os.utime(file, (age_s, age_s))
+        used = file_of(tmp_path, A, "abc")
+        store.find(A, path_of("abc"))
+        assert used.stat().st_mtime > 1
+    with open_store(tmp_path) as store:
+        assert [it.record.pages[-1] for it in store.files.coldest_first()] == [
+            path_of("xyz")[-1],
+            path_of("abc")[-1],
+        ]
+        store.find(A, path_of("abc"))
+        os.utime(used, (1, 1))
+        store.find(A, path_of("abc"))
+        assert used.stat().st_mtime == 1
