@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
@@ -67,6 +68,65 @@ def test_no_copy_is_asked_for_before_its_stream_waits_for_forwards(cuda, monkeyp
     loader.start([])
     loader.close()
     assert calls[:2] == ["waits", "asks"]
+
+
+def test_a_batchs_copies_wait_for_all_that_computes(cuda, monkeypatch):
+    forwards, waited, recorded = torch.cuda.Stream(), [], []
+    copies = Copies(forwards, "cuda")
+    monkeypatch.setattr(copies._stream, "wait_stream", waited.append)
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda *on: recorded.append(on))
+    )
+    copies.begin(0)
+    copies.start_clock(0)
+    assert waited == [torch.cuda.current_stream(), forwards]
+    assert recorded == [(copies._stream,)], "the clock starts behind what the copies wait for"
+
+
+def test_the_clock_stops_behind_the_last_layers_copy(cuda, monkeypatch):
+    calls: list[object] = []
+    monkeypatch.setattr(Copies, "record", lambda _self, _index, layer: calls.append(layer))
+    monkeypatch.setattr(Copies, "stop_clock", lambda *_: calls.append("stop"))
+    copied(cuda).close()
+    assert calls == [0, "stop", 1]
+
+
+def test_a_forward_waits_on_the_device_for_the_copy_of_each_layer(cuda, monkeypatch):
+    waited = []
+    monkeypatch.setattr(Copies, "forward_waits", lambda _self, *of: waited.append(of))
+    loader = Loader(NUM_LAYERS, Copies(None, "cuda"))
+    index = loader.start([])
+    loader.counter.set_consumer(index)
+    for layer in range(NUM_LAYERS):
+        loader.counter.wait_until(layer)
+    loader.finish(index)
+    loader.close()
+    assert waited == [(index, layer) for layer in range(NUM_LAYERS)]
+
+
+def test_seconds_of_the_hosts_copies_are_shared_by_bytes():
+    loader, loads = Loader(NUM_LAYERS, Copies(None, "cpu")), []
+    for num_bytes in (100, 300):
+        source: Any = SimpleNamespace(
+            wait=lambda _: None,
+            copy=lambda *_, num_bytes=num_bytes: num_bytes,
+            staging=SimpleNamespace(num_bytes=1, is_complete=True),
+        )
+        at: Any = Span(0, 1)
+        loads.append(Load(plan=PLAN, source=source, at=at, slots=torch.tensor([2])))
+    loader.finish(loader.start(loads))
+    loader.close()
+    seconds = sum(it.copied_s for it in loads)
+    assert seconds > 0
+    assert [it.copy_s for it in loads] == pytest.approx([seconds / 4, 3 * seconds / 4])
+
+
+def test_who_cannot_wait_for_a_layer_or_copy_it_says_which(cuda, caplog):
+    waits, copies = Source(cuda), Breaks(cuda)
+    waits.wait = lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    copied(cuda, waits, copies).close()
+    said = [f"{what} layer {it} failed" for it in (0, 1) for what in ("waiting for", "loading")]
+    assert caplog.messages == said
 
 
 def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda):

@@ -338,6 +338,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     def still_saves(self, plan: Plan, demand: Any, has: Held) -> bool:
         assert (demand.first_page, has) == (plan.pages.start, self.cache.has)
+        assert self.cache.where[-1][1:] == (len(PAGES), TREE)
         return self.model.pays
 
     def teardown(self) -> None:
