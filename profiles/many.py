@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Final
 
 import transformers
@@ -28,7 +27,7 @@ from profiles.compute.journal import Journal, Timed
 from profiles.compute.models import load_model, load_tokenizer, look_at
 from profiles.compute.room import GIB, Sizes, most_needed
 from profiles.data.documents import first_of_each_task
-from profiles.data.logs import Context, contexts_of, read_log
+from profiles.data.logs import Context, contexts_of, read_logs
 from profiles.environment import slow_dtype
 from profiles.evidence import CostModel, MeasuredProfile, read_measured
 from profiles.forecast import Forecast, spoken
@@ -38,8 +37,8 @@ from profiles.report import derived, words
 from profiles.report.page import write_page
 from profiles.report.tables import Table, table
 from profiles.report.terminal import drawn
-from profiles.settings import LOG, Settings
-from profiles.splits import load_splits
+from profiles.settings import Settings
+from profiles.splits import load_splits, logs_in
 from profiles.stats.artifact import Data, data_digest
 
 PAGE: Final = "index.html"
@@ -84,7 +83,7 @@ class Many:
         transformers.utils.logging.disable_progress_bar()
         require_place(settings.out / PAGE)
         self._settings, self._entries, self._console = settings, entries, console
-        self._logs = [it.removeprefix(LOG) for it in settings.data if it.startswith(LOG)]
+        self._logs = logs_in(settings.data)
         self._asked_of = dict.fromkeys(entries)
         self.pairs = pairs_of(entries, settings, self._contexts() if self._logs else None)
         self._splits: dict[str, tuple[Data, Data]] = {}
@@ -187,7 +186,7 @@ class Many:
     def _contexts(self) -> list[Context]:
         """Return the contexts of the logs, with models named as in the entries."""
         tokenizer, _ = self._reading(next(iter(self._entries)))
-        asked = [it for path in self._logs for it in read_log(Path(path), tokenizer).asked]
+        asked = [it for log in read_logs(self._logs, tokenizer) for it in log.asked]
         strange = sorted({it.model for it in asked} - self._entries.keys())
         bare = [name for name, it in self._entries.items() if not it.adapter]
         if len(strange) == len(bare) == 1:  # A base's server accepts any model name.

@@ -3,7 +3,7 @@ plans, and for the smaller model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from profiles.data.documents import (
     make_documents,
     split_documents,
 )
-from profiles.data.logs import documents_of, read_log
+from profiles.data.logs import documents_of, read_logs
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task, TaskOptions
 from profiles.settings import LOG, Settings
@@ -115,7 +115,7 @@ def load_documents(
 ) -> tuple[list[Source], list[Document]]:
     """Load the sources that the values `specs` of `--data` name, and make documents of them. Cut
     prompts to the settings' limit, and to the model's number of positions."""
-    logs = [it.removeprefix(LOG) for it in specs if it.startswith(LOG)]
+    logs = logs_in(specs)
     others = [it for it in specs if not it.startswith(LOG)]
     sources = load_sources(others, settings.options, data_dir=settings.data_dir)
     tasks = {it.task for source in sources for it in source.records}
@@ -130,11 +130,16 @@ def load_documents(
     most = min(settings.max_prompt_tokens or positions, positions - longest)
     cut = {"page_size": settings.page_size, "max_prompt_tokens": most}
     documents = make_documents(sources, tokenizer, **cut)
-    for path in map(Path, logs):
-        log = read_log(path, tokenizer)
-        source, loaded = documents_of(log, asked, settings.asked_of, tokenizer, **cut)
-        sources, documents = [*sources, source], [*documents, *loaded]
+    if logs:
+        read = read_logs(logs, tokenizer)
+        of_logs, loaded = documents_of(read, asked, settings.asked_of, tokenizer, **cut)
+        sources, documents = [*sources, *of_logs], [*documents, *loaded]
     return sources, documents
+
+
+def logs_in(specs: Iterable[str]) -> list[Path]:
+    """Return the paths of the request logs among values of `--data`."""
+    return [Path(it.removeprefix(LOG)) for it in specs if it.startswith(LOG)]
 
 
 def _task_of_log(options: TaskOptions) -> Task:

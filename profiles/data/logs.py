@@ -63,7 +63,8 @@ class Asked:
     """Place of the prompt: `file:line`. If the line has several prompts, also the prompt's
     number."""
     number: int = 0
-    """Line number in the log. Prompts of earlier lines were asked earlier."""
+    """Number of the prompt among all prompts of the logs. Prompts with smaller numbers were asked
+    earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +86,28 @@ class Context:
     """Prompts sorted by their tokens. A prompt that a model was asked again occurs only once."""
 
 
-def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
-    """Read all prompts of a log. Raises RecordError with the reason if the log has no usable
-    prompt."""
+def read_logs(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> list[Log]:
+    """Read all prompts of request logs; an earlier log has earlier prompts. Raises RecordError if a
+    log is given twice, or with the reason if it has no usable prompt."""
+    for file, count in Counter(it.resolve() for it in files).items():
+        if count > 1:
+            raise RecordError(f"request log {file} is given more than once; give it once")
+    names, num_asked, logs = Counter(it.name for it in files), 0, list[Log]()
+    for file in files:
+        log = _read(file, file.name if names[file.name] == 1 else str(file), tokenizer)
+        asked = [replace(it, number=num_asked + at) for at, it in enumerate(log.asked)]
+        num_asked += len(asked)
+        logs.append(replace(log, asked=tuple(asked)))
+    return logs
+
+
+def _read(path: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Log:
     prompts, unusable = list[Asked](), Counter[str]()
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    asked = _asked_in(line, f"{path.name}:{number}", tokenizer)
-                    prompts += [replace(it, number=number) for it in asked]
+                    prompts += [*_asked_in(line, f"{name}:{number}", tokenizer)]
                 except _Unusable as exc:
                     unusable[str(exc)] += 1
     except OSError as exc:
@@ -103,7 +116,7 @@ def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
         why = max(unusable, key=unusable.__getitem__, default="")
         what = f"each request {why}" if why else "no line is a request"
         raise RecordError(f"request log {path} has no prompt, as {what}; {_REMEDY}")
-    return Log(name=path.name, asked=tuple(prompts), unusable=unusable)
+    return Log(name=name, asked=tuple(prompts), unusable=unusable)
 
 
 def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
@@ -136,19 +149,19 @@ def _num_shared(one: Asked, other: Asked) -> int:
 
 
 def documents_of(
-    log: Log,
+    logs: Sequence[Log],
     task: Task,
     asked_of: str | None,
     tokenizer: PreTrainedTokenizerBase,
     page_size: int,
     max_prompt_tokens: int | None,
-) -> tuple[Source, list[Document]]:
-    """Make documents of a log's contexts, from the prompts of one model or of all. Raises
-    RecordError."""
-    contexts = contexts_of(log.asked, page_size)
+) -> tuple[list[Source], list[Document]]:
+    """Make documents of the contexts of all logs together, from the prompts of one model or of all.
+    Return them behind the source of each log. Raises RecordError."""
+    contexts = contexts_of((it for log in logs for it in log.asked), page_size)
     opening = len(common_start(it.asked[0].ids[: it.num_shared] for it in contexts))
     encode = Encoder(tokenizer, chat=True)
-    records, documents = list[SourcedRecord](), list[Document]()
+    records, documents = dict[int, SourcedRecord](), list[Document]()
     for group in contexts:
         chosen = {of.ids: of for of in group.asked if asked_of in (None, of.model)}
         if not chosen:
@@ -169,25 +182,31 @@ def documents_of(
         )
         documents.append(in_pages(whole, page_size, max_prompt_tokens, first.place))
         context = encode.text_of(shared)
-        records += [
-            SourcedRecord(
+        records |= {
+            of.number: SourcedRecord(
                 record=Record(context=context, input=encode.text_of(of.ids[group.num_shared :])),
                 task=task,
                 place=of.place,
                 name=of.place,
             )
             for of in chosen.values()
-        ]
-    source = Source(name=log.name, records=tuple(records), note=said_of(log, contexts, documents))
+        }
+    note = said_of(logs, contexts, documents)
+    sources = []
+    for log in logs:
+        of_log = tuple(records[it.number] for it in log.asked if it.number in records)
+        sources.append(Source(name=log.name, records=of_log, note=note))
     if len(documents) < 2:
-        raise RecordError(f"{source.note}: too few contexts to choose on one and judge on another")
-    return source, documents
+        raise RecordError(f"{note}: too few contexts to choose on one and judge on another")
+    return sources, documents
 
 
-def said_of(log: Log, contexts: Sequence[Context], documents: Sequence[Document]) -> str:
-    """Say in a sentence how many prompts of a log share a context."""
+def said_of(logs: Sequence[Log], contexts: Sequence[Context], documents: Sequence[Document]) -> str:
+    """Say in a sentence how many prompts of the logs share a context."""
     num_sharing = sum(len(it.asked) for it in contexts)
-    said = [f"{log.name}: {len(log.asked)} prompts"]
+    num_asked = sum(len(it.asked) for it in logs)
+    name = logs[0].name if len(logs) == 1 else f"{len(logs)} logs"
+    said = [f"{name}: {num_asked} prompts"]
     if documents:
         sizes = sorted(len(it.questions) for it in documents)
         lengths = sorted(len(it.prefix) + it.tail for it in documents)
@@ -197,9 +216,10 @@ def said_of(log: Log, contexts: Sequence[Context], documents: Sequence[Document]
         )
     else:
         said.append("no context that is shared by two different ones")
-    if alone := len(log.asked) - num_sharing:
+    if alone := num_asked - num_sharing:
         said.append(f"left out, as they repeat another or share less than a page: {alone}")
-    said += [f"{number} of which each {why}" for why, number in log.unusable.items()]
+    unusable = sum((it.unusable for it in logs), Counter[str]())
+    said += [f"{number} of which each {why}" for why, number in unusable.items()]
     return "; ".join(said)
 
 

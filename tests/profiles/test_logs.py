@@ -14,7 +14,8 @@ from test_profile_command import FAST, run
 
 from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.controls import with_context_of, without
-from profiles.data.logs import Asked, contexts_of, documents_of, read_log
+from profiles.data.documents import data_files
+from profiles.data.logs import Asked, contexts_of, documents_of, read_logs
 from profiles.data.metrics import Metric
 from profiles.data.records import RecordError, read_records
 from profiles.data.tasks import TaskOptions
@@ -49,8 +50,18 @@ def prompts(number: int, name: str = "held_out") -> list[str]:
     return [prompt_of(it) for it in read_records(DATA / f"{name}.jsonl")[: 3 * number]]
 
 
+def read_log(path: Path, tokenizer):
+    (log,) = read_logs([path], tokenizer)
+    return log
+
+
 def documents(path: Path, tokenizer, asked_of: str | None = None):
-    return documents_of(read_log(path, tokenizer), TASK, asked_of, tokenizer, PAGE, None)
+    (source,), contexts = loaded([path], tokenizer, asked_of)
+    return source, contexts
+
+
+def loaded(paths: list[Path], tokenizer, asked_of: str | None = None):
+    return documents_of(read_logs(paths, tokenizer), TASK, asked_of, tokenizer, PAGE, None)
 
 
 def test_texts_and_tokens_of_sglangs_log_are_the_prompts_that_it_served(tokenizer, tmp_path):
@@ -133,6 +144,50 @@ def test_contexts_of_a_log_are_those_of_its_data(tokenizer, tmp_path):
             assert len(bare.prefix) + len(bare.questions[0].suffix) < 20
         swapped = with_context_of(contexts[0], context)
         assert swapped.prefix == contexts[0].prefix
+
+
+def hourly(folder: Path, *hours: list[str]) -> list[Path]:
+    """Write one log for each hour. All have the same file name, in folders of their own."""
+    files = [folder / f"{hour}" / "requests.jsonl" for hour in range(len(hours))]
+    for file, texts in zip(files, hours, strict=True):
+        file.parent.mkdir()
+        file.write_text("".join(json.dumps({"prompt": it}) + "\n" for it in texts))
+    return files
+
+
+def test_several_logs_make_the_contexts_of_one(tokenizer, tmp_path):
+    """The first log has two questions about each document, and the second one has the third."""
+    texts = prompts(6)
+    first, second = [it for at, it in enumerate(texts) if at % 3], texts[::3]
+    whole, of_hours = tmp_path / "whole", tmp_path / "hours"
+    whole.mkdir()
+    of_hours.mkdir()
+    _, expected = loaded(hourly(whole, texts), tokenizer)
+    files = hourly(of_hours, first, second)
+    sources, contexts = loaded(files, tokenizer)
+    assert [it.context for it in contexts] == [it.context for it in expected]
+    assert [len(it.questions) for it in contexts] == [3] * 6
+    assert [(it.name, len(it.records)) for it in sources] == [
+        (str(files[0]), 12),
+        (str(files[1]), 6),
+    ]
+    assert {it.note for it in sources} == {sources[0].note}
+    assert sources[0].note.startswith("2 logs: 18 prompts; 6 contexts")
+    described = data_files(sources, contexts)
+    assert [it.num_questions for it in described] == [12, 6], "places are unique"
+
+
+def test_a_prompt_of_an_earlier_log_was_asked_first(tokenizer, tmp_path):
+    logs = read_logs(hourly(tmp_path, prompts(2), prompts(1)), tokenizer)
+    assert [it.number for log in logs for it in log.asked] == [*range(9)]
+
+
+def test_a_log_that_is_given_twice_is_refused(tokenizer, tmp_path):
+    (file,) = hourly(tmp_path, prompts(2))
+    again = tmp_path / "again.jsonl"
+    again.symlink_to(file)
+    with pytest.raises(RecordError, match=r"requests\.jsonl is given more than once"):
+        read_logs([file, again], tokenizer)
 
 
 def test_only_prompts_of_one_model_are_asked_about_what_others_read_too(tokenizer, tmp_path):
