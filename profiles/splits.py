@@ -16,6 +16,7 @@ from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import (
     Document,
     by_task,
+    common_contexts,
     data_files,
     first_of_each_task,
     in_drawn_order,
@@ -153,7 +154,7 @@ def _task_of_log(options: TaskOptions) -> Task:
 
 
 def _require_apart(documents: Sequence[Document], judging: Sequence[Document], where: str) -> None:
-    if shared := {it.context for it in documents} & {it.context for it in judging}:
+    if shared := common_contexts(documents, judging):
         raise ConfigError(
             f"{len(shared)} contexts are both {where}; plans have to be judged on others than they "
             "were chosen and fitted on"

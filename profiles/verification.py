@@ -93,7 +93,7 @@ class Again:
         sources, documents = self._load()
         known = {*profile.train.contexts, *profile.held_out.contexts, *profile.made.fitted}
         contexts = {it.context for it in documents}
-        if seen := len(contexts & known):
+        if seen := len({it.context for it in documents if it.names & known}):
             raise ProfileError(
                 f"{seen} of {len(contexts)} contexts ({seen / len(contexts):.0%}) are the "
                 "profile's own; verify on others"
@@ -205,9 +205,9 @@ def _begun(profile: MeasuredProfile, loaded: Sequence[Document]) -> list[Documen
     documents = [
         replace(it, task=replace(it.task, max_new=min(FIRST_TOKENS, it.task.max_new)))
         for it in loaded
-        if it.context not in chosen_on
+        if it.names.isdisjoint(chosen_on)
     ]
-    if missing := held_out - {it.context for it in documents}:
+    if missing := held_out.difference(*(it.names for it in documents)):
         raise ProfileError(
             f"{len(missing)} of the profile's {len(held_out)} held-out contexts are not in --data; "
             "give the data that it was judged on, asked with the same template"

@@ -58,7 +58,7 @@ class Document:
     """A context and all questions about it."""
 
     context: str
-    """Digest of the context's text."""
+    """Digest of the context's text. For a context of a log: digest of its start, in tokens."""
     prefix: Tokens
     """Tokens that all prompts begin with, in whole pages. Never empty."""
     questions: tuple[Question, ...]
@@ -67,6 +67,21 @@ class Document:
     """Number of tokens of the prefix that precede the context."""
     tail: int = 0
     """Number of tokens of the context at the start of every suffix."""
+    near: tuple[str, ...] = ()
+    """Digests that another log may give the same context. Empty for a context of text records."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return all digests that the context can have."""
+        return frozenset((self.context, *self.near))
+
+
+def common_contexts(documents: Iterable[Document], others: Iterable[Document]) -> set[str]:
+    """Return the digests, in `others`, of contexts that `documents` have, too."""
+    ours, theirs = [*documents], [*others]
+    exact = {it.context for it in ours}
+    near = exact.union(*(it.near for it in ours))
+    return {it.context for it in theirs if it.context in near or exact & it.names}
 
 
 def key_of(document: Document) -> str:

@@ -162,23 +162,28 @@ def documents_of(
     opening = len(common_start(it.asked[0].ids[: it.num_shared] for it in contexts))
     encode = Encoder(tokenizer, chat=True)
     records, documents = dict[int, SourcedRecord](), list[Document]()
-    for group in contexts:
+    starts = [starts_of(it, page_size) for it in contexts]
+    has_start = Counter(it for of_context in starts for it in of_context)
+    for group, near in zip(contexts, starts, strict=True):
         chosen = {of.ids: of for of in group.asked if asked_of in (None, of.model)}
         if not chosen:
             continue
         first = group.asked[0]
         shared = first.ids[: group.num_shared]
-        digest = hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]
+        least = shorter(group.num_shared, page_size)
+        first_near = shorter(least, page_size) // page_size - 1
+        own = (it for it in near[least // page_size - 1 :] if has_start[it] == 1)
         questions = tuple(
             Question(suffix=ids, draft=(), answers=(), name=of.place) for ids, of in chosen.items()
         )
         whole = Document(
-            context=digest,
+            context=next(own, near[-1]),
             prefix=(),
             questions=questions,
             task=task,
             opening=opening if len(contexts) > 1 else 0,
             tail=group.num_shared,
+            near=tuple(near[first_near:]),
         )
         documents.append(in_pages(whole, page_size, max_prompt_tokens, first.place))
         context = encode.text_of(shared)
@@ -199,6 +204,29 @@ def documents_of(
     if len(documents) < 2:
         raise RecordError(f"{note}: too few contexts to choose on one and judge on another")
     return sources, documents
+
+
+def shorter(num_shared: int, page_size: int) -> int:
+    """Return the number of tokens that a context of `num_shared` tokens has at least in another
+    log. All questions of a log may begin alike, and so count to its context. At least a page."""
+    return max(page_size, num_shared - max(page_size, num_shared // SLACK))
+
+
+def starts_of(context: Context, page_size: int) -> list[str]:
+    """Return the digests of a context's starts in whole pages, shortest first.
+
+    A document's `context` is the first start of at least `shorter` tokens that begins no other
+    context. Its `near` are the starts that other logs may choose. Let two logs know n and m tokens
+    of a context, and n ≤ m. All tokens but a few behind them are equal, and `shorter(m)` ≤ n. So
+
+        shorter(m)   is at least shorter(n), and at most n
+        shorter(n)   is at least shorter(shorter(m)), and at most m
+    """
+    shared, digest, starts = context.asked[0].ids[: context.num_shared], hashlib.sha256(), []
+    for stop in range(page_size, context.num_shared + 1, page_size):
+        digest.update(msgspec.json.encode(shared[stop - page_size : stop]))
+        starts.append(digest.hexdigest()[:16])
+    return starts
 
 
 def said_of(logs: Sequence[Log], contexts: Sequence[Context], documents: Sequence[Document]) -> str:

@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.request_logger import RequestLogger
-from shipped import DATA, SHIPPED, WEIGHTS, flags, prompt_of
+from shipped import DATA, SHIPPED, WEIGHTS, by_context, context_prompt, flags, prompt_of
 from test_profile_command import FAST, run
 
+from cachetree import ConfigError
 from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.controls import with_context_of, without
-from profiles.data.documents import data_files
-from profiles.data.logs import Asked, contexts_of, documents_of, read_logs
+from profiles.data.documents import common_contexts, data_files
+from profiles.data.logs import SLACK, Asked, contexts_of, documents_of, read_logs, shorter
 from profiles.data.metrics import Metric
 from profiles.data.records import RecordError, read_records
 from profiles.data.tasks import TaskOptions
 from profiles.evidence import read_measured
+from profiles.settings import Settings
+from profiles.splits import load_splits
 from sglang_droidspeak.cli import main
 
 PAGE = 16
@@ -177,6 +180,54 @@ def test_several_logs_make_the_contexts_of_one(tokenizer, tmp_path):
     assert [it.num_questions for it in described] == [12, 6], "places are unique"
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_context_has_a_name_that_every_log_of_it_knows(page_size):
+    """A log adds a common start of its questions to a context: at most a page, or an eighth. The
+    names of one log's version must be known to the other's. A profile has only `context`."""
+    for true in range(page_size, 40 * page_size):
+        slack = max(page_size, true // SLACK)
+        for more in {0, 1, page_size // 2, slack - 1, slack}:
+            for others in {0, 1, page_size // 2, slack - 1, slack}:
+                ours, theirs = true + more, true + others
+                name = shorter(ours, page_size) // page_size
+                least = shorter(shorter(theirs, page_size), page_size) // page_size
+                assert least <= name <= true // page_size, (true, more, others)
+
+
+def of_two_logs(folder: Path) -> tuple[Path, Path]:
+    """Write two logs about the same documents. In the second one all questions begin alike."""
+    contexts = [context_prompt(it) for it, _ in by_context(read_records(DATA / "held_out.jsonl"))]
+    first = [f"{it} {of}" for it in contexts[:6] for of in ("who is this ?", "where is that ?")]
+    later = [f"{it} tell me {of}" for it in contexts[:6] for of in ("who ?", "where ?")]
+    return tuple(hourly(folder, first, later))
+
+
+def test_a_context_of_another_log_is_recognised(tokenizer, tmp_path):
+    one, other = (documents(it, tokenizer)[1] for it in of_two_logs(tmp_path))
+    assert [it.context for it in one] != [it.context for it in other]
+    for ours, theirs in ((one, other), (other, one)):
+        assert len({it.context for it in ours}) == len(common_contexts(ours, theirs)) == 6
+        assert all(it.context in of.names for it, of in zip(ours, theirs, strict=True))
+        assert common_contexts(ours[:3], theirs[3:]) == set()
+
+
+def test_a_second_log_of_the_same_contexts_does_not_judge(tokenizer, tmp_path):
+    first, later = (f"log:{it}" for it in of_two_logs(tmp_path))
+    settings = Settings(data=(first,), held_out=(later,), max_new=8)
+    with pytest.raises(ConfigError, match="6 contexts are both in --data and in --held-out"):
+        load_splits(settings, tokenizer, 1024)
+
+
+def test_short_documents_behind_a_long_system_prompt_are_contexts_of_their_own(tokenizer, tmp_path):
+    """Each is just longer than an eighth of what all share. So its shortest name would be one of
+    what all share."""
+    words = prompts(1)[0].split()
+    system, letters = " ".join((words * 20)[:400]), sorted({*words})[:8]
+    texts = [f"{system} {' '.join([it] * 53)} {of}" for it in letters for of in ("who", "what")]
+    _, contexts = documents(*hourly(tmp_path, texts), tokenizer)
+    assert len({it.context for it in contexts}) == len(contexts) == 8
+
+
 def test_a_prompt_of_an_earlier_log_was_asked_first(tokenizer, tmp_path):
     logs = read_logs(hourly(tmp_path, prompts(2), prompts(1)), tokenizer)
     assert [it.number for log in logs for it in log.asked] == [*range(9)]
@@ -254,6 +305,12 @@ def test_a_log_alone_makes_a_profile(tmp_path):
     assert profile.controls.startswith("without the document 0%")
     status, said = run("show", str(out), "--verify-verdict")
     assert status == 0, said
+    _, later = of_two_logs(tmp_path)
+    args = ["verify", str(out), *flags(SHIPPED[0]), *FAST, "--from-log", str(later)]
+    status, said = run(*args)
+    assert status == 1 and "6 of 6 contexts (100%) are the profile's own" in said
+    status, said = run("calibrate", *args[1:])
+    assert "held-out contexts are not in --data" not in said, said
 
 
 def test_a_flag_before_an_action_is_named_as_it_was_given(capsys):
