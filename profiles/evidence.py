@@ -331,6 +331,8 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     seed: int
+    held_out_share: float = 0.5
+    """Share of the contexts of `--data` that judged, unless there was `--held-out`."""
     group: int
     """Number of layers between two starts, or two stops, of blocks."""
     page_size: int

@@ -99,7 +99,7 @@ class Many:
             self._say(note)
         planned = self._plan(wanted)
         self._show(planned_table(planned), others_table(self.pairs))
-        shared = {name: Shared() for name in self._entries}
+        shared = {name: Shared(splits=splits) for name, splits in self._splits.items()}
         outcomes = list[Outcome]()
         for number, plan in enumerate(planned, start=1):
             console.rule(f"{number} of {len(planned)}: {plan.wanted.name}")
@@ -135,7 +135,8 @@ class Many:
     def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
         """Load each receiver's documents. Return `wanted` with its pairs' forecasts."""
         settings = {it.name: self._settings_of(it) for it in wanted}
-        for pair in wanted:
+        # The first profile of a receiver says which contexts chose plans.
+        for pair in sorted(wanted, key=lambda it: not settings[it.name].out.is_file()):
             if pair.receiver not in self._splits:
                 tokenizer, positions = self._reading(pair.receiver)
                 splits = load_splits(settings[pair.name], tokenizer, positions)

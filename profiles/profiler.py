@@ -82,6 +82,8 @@ class Shared:
 
     costs: CostModel | None = None
     """Cost model of the receiver. None until it is timed."""
+    splits: tuple[Data, Data] | None = None
+    """Training and held-out documents. None until they are loaded."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
     """The receiver's answers by full prefill. Keys are documents."""
 
@@ -102,7 +104,7 @@ def profile_pair(
     theirs, ours = look_at_pair(*settings.pair)
     line = line_of(settings.sources) if settings.line else None
     tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
-    train, held_out = load_splits(settings, tokenizer, positions)
+    train, held_out = shared.splits or load_splits(settings, tokenizer, positions)
     for note in (*slow, *train.notes, *hardly_enough(held_out, settings.tolerance)):
         console.print(note, highlight=False, soft_wrap=True)
     fitted_on = load_fitted_on(settings, train, held_out, tokenizer, positions)
@@ -227,8 +229,8 @@ def profile_pair(
     if is_open(profile):
         journal.close()
         console.print(
-            "more held-out contexts could show more: with more of them in its data, or a larger "
-            "--most-contexts, the same command goes on from here",
+            "more held-out contexts could show more: with a larger --most-contexts, or with more "
+            "contexts in its data, which then judge, the same command goes on from here",
             highlight=False,
             soft_wrap=True,
         )
@@ -329,6 +331,7 @@ def _making(
         device=str(device),
         dtype=settings.dtype,
         seed=settings.seed,
+        held_out_share=settings.held_out_share,
         group=group,
         page_size=settings.page_size,
         template=settings.template or "",

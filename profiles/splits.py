@@ -9,9 +9,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from cachetree import ConfigError
+from cachetree import ConfigError, ProfileError
 from profiles.compute.fitting import NUM_FITTED
-from profiles.compute.models import ModelSource, load_tokenizer, look_at
+from profiles.compute.models import ModelSource, load_tokenizer, look_at, look_at_pair
 from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import (
     Document,
@@ -26,6 +26,7 @@ from profiles.data.documents import (
 from profiles.data.logs import documents_of, read_logs
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task, TaskOptions
+from profiles.evidence import read_measured
 from profiles.settings import LOG, Settings
 from profiles.stats.artifact import Data
 from profiles.stats.gate import contexts_needed
@@ -43,7 +44,7 @@ def load_splits(
     if settings.held_out:
         judged_sources, held_out = load_documents(settings, settings.held_out, tokenizer, positions)
     else:
-        train, held_out = split_documents(
+        train, held_out = split_as_before(train, settings) or split_documents(
             train, held_out_share=settings.held_out_share, seed=settings.seed
         )
     train, held_out = (in_drawn_order(it, settings.seed) for it in (train, held_out))
@@ -57,6 +58,32 @@ def load_splits(
         Data(files=data_files(sources, train), documents=train, notes=sorted(notes - {""})),
         Data(files=data_files(judged_sources, held_out), documents=held_out),
     )
+
+
+def split_as_before(
+    documents: Sequence[Document], settings: Settings
+) -> tuple[list[Document], list[Document]] | None:
+    """Split documents so that contexts which chose the plans of the profile at `settings.out` do so
+    again, and all others judge. If data were split anew when some are added, contexts that have
+    chosen plans would judge them.
+
+    Return None if the file has no profile of these models, seed and held-out share, or the
+    documents lack one of its contexts or have no others.
+    """
+    if settings.out is None or not settings.out.is_file():
+        return None
+    try:
+        earlier = read_measured(settings.out)
+    except ProfileError:
+        return None
+    made, models = earlier.made, tuple(it.identity for it in look_at_pair(*settings.pair))
+    chose = {*earlier.train.contexts}
+    train = [it for it in documents if it.names & chose]
+    is_same = (earlier.sender, earlier.receiver) == models
+    is_same &= (made.seed, made.held_out_share) == (settings.seed, settings.held_out_share)
+    if not is_same or len(train) == len(documents) or chose.difference(*(it.names for it in train)):
+        return None
+    return train, [it for it in documents if not it.names & chose]
 
 
 def load_fitted_on(

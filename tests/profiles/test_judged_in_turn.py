@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import json
 import re
 from pathlib import Path
 
@@ -14,8 +16,11 @@ from shipped import ASKED, DATA, SHIPPED, flags
 from cachetree.planning.profile import write_profile
 from profiles import progress
 from profiles.compute.journal import Journal
-from profiles.data.records import read_records, write_records
+from profiles.compute.models import load_tokenizer
+from profiles.data.records import context_digest, read_records, write_records
 from profiles.evidence import MeasuredProfile, read_measured
+from profiles.settings import Settings
+from profiles.splits import load_splits
 from sglang_droidspeak.cli import main
 
 FAST = ["--dtype", "float32", "--group", "6", "--timing-seconds", "0", "--plans", "2"]
@@ -90,6 +95,52 @@ def test_a_plan_is_judged_until_it_is_proven_and_no_longer(ended):
     assert numbers == [len(it) for it in ended.judged.plans]
     assert ended.passed and numbers[0] < 16
     assert max(numbers) == ended.held_out.num_contexts
+
+
+def test_with_more_data_the_contexts_that_chose_a_plan_do_not_judge_it(tmp_path):
+    """No step of the first run is measured again."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "pair.json"
+    args = [*flags(SHIPPED[0]), "--data", str(data), *ASKED, *FAST, "--out", str(out)]
+    args += ["--tolerance", "0.5"]
+    records = read_records(DATA / "train.jsonl")
+    write_records(records[: 3 * 8], data)
+    status, said = run(*args)
+    assert status == FAILED_GATE and "goes on from here" in said, said
+    first, (path,) = read_measured(out), tmp_path.glob(".*.jsonl")
+    _, *entries = map(json.loads, path.read_text().splitlines())
+    measured = {(it["split"], it["document"], it["step"]) for it in entries}
+    put, steps = Journal.put, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "put", lambda it, of: (put(it, of), steps.append(of)))
+        write_records(records, data)
+        status, said = run(*args)
+    assert status == 0, said
+    later = read_measured(out)
+    assert later.train.contexts == first.train.contexts
+    assert later.held_out.contexts[:4] == first.held_out.contexts
+    assert later.held_out.num_contexts > 4
+    assert not measured & {(it.split, it.document, it.step) for it in steps}
+    assert_only_the_same_split_is_kept(data, out, {*first.train.contexts})
+
+
+def assert_only_the_same_split_is_kept(data: Path, out: Path, chose: set[str]) -> None:
+    sender, receiver = SHIPPED[0].sender, SHIPPED[0].receiver
+    named = {"sender": sender.path, "receiver": receiver.path, "template": ASKED[1]}
+    settings = Settings(**named, metric="f1", data=(str(data),), out=out)
+    tokenizer = load_tokenizer(receiver)
+
+    def chosen(**other: object) -> set[str]:
+        train, _ = load_splits(dataclasses.replace(settings, **other), tokenizer, 512)
+        return {it.context for it in train.documents}
+
+    drawn = chosen(out=None)
+    assert chosen() == chose != drawn
+    assert chosen(sender=receiver.path) == drawn == chosen(out=data)
+    assert chosen(held_out_share=0.75) == chosen(held_out_share=0.75, out=None)
+    assert chosen(seed=1) == chosen(seed=1, out=None)
+    lacking = [it for it in read_records(data) if context_digest(it.context) != min(chose)]
+    write_records(lacking, data)
+    assert chosen() == chosen(out=None)
 
 
 def test_no_more_contexts_judge_than_are_asked_for(folder, tmp_path):
