@@ -347,6 +347,8 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the longest prompt; longer prompts were cut. None: as many as the model takes."""
     fitted: tuple[str, ...] = ()
     """Digests of the contexts of `--fit-data` on which maps were fitted."""
+    e_correction: bool | None = None
+    """True if plans with corrected E were tried. None in old profiles, which do not say."""
     pruned: bool
     """True if only blocks on the frontier of work against KL were decoded."""
     prefix_passes: int

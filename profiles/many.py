@@ -6,7 +6,8 @@
     report    one table, and one page with it
 
 A pair that fails does not end the run. Each pair keeps its own journal. A pair that has a profile
-of the same models and data is not measured again. So the same command continues a stopped run.
+of the same models, data and settings is not measured again. So the same command continues a
+stopped run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from profiles.compute.room import GIB, Sizes, most_needed
 from profiles.data.documents import first_of_each_task
 from profiles.data.logs import Context, contexts_of, read_logs
 from profiles.environment import slow_dtype
-from profiles.evidence import CostModel, MeasuredProfile, read_measured
+from profiles.evidence import CostModel, Making, MeasuredProfile, read_measured
 from profiles.forecast import Forecast, spoken
 from profiles.pairs import Entry, Wanted, pairs_of
 from profiles.profiler import Shared, blocks_of, dtype_of, profile_pair, require_place
@@ -124,13 +125,14 @@ class Many:
             return Outcome(wanted=wanted, profile=None, problem=str(exc))
 
     def _made(self, planned: Planned) -> MeasuredProfile | None:
-        """Return the profile of an earlier run. None if it has other models, data or tolerance."""
+        """Return the profile of an earlier run. None if it has other models, data or settings."""
         if not planned.settings.out.is_file():
             return None
         earlier, ends = read_measured(planned.settings.out), planned.settings.pair
         same = (earlier.sender, earlier.receiver) == tuple(look_at(end).identity for end in ends)
         same &= earlier.data_sha256 == data_digest(*self._splits[planned.wanted.receiver])
-        return earlier if same and earlier.tolerance == planned.settings.tolerance else None
+        same &= earlier.tolerance == planned.settings.tolerance
+        return earlier if same and is_made_as(planned.settings, earlier.made) else None
 
     def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
         """Load each receiver's documents. Return `wanted` with its pairs' forecasts."""
@@ -231,6 +233,17 @@ class Many:
         for shown in tables:
             if shown.rows:
                 self._console.print(drawn(shown))
+
+
+def is_made_as(settings: Settings, made: Making) -> bool:
+    """Return whether a run with these settings would ask and measure as an earlier run did."""
+    names = "dtype", "seed", "page_size", "max_prompt_tokens", "pruned"
+    return (
+        made.options == settings.options
+        and all(getattr(made, it) == getattr(settings, it) for it in names)
+        and settings.group in (None, made.group)
+        and made.e_correction in (None, settings.e_correction)
+    )
 
 
 def planned_table(planned: Sequence[Planned]) -> Table:

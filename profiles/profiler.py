@@ -340,6 +340,7 @@ def _making(
         max_new=settings.max_new or 0,
         max_prompt_tokens=settings.max_prompt_tokens,
         fitted=tuple(fitted) if settings.fit_data else (),
+        e_correction=settings.e_correction,
         pruned=settings.pruned,
         prefix_passes=journal.num_passes,
         sweep_passes_per_context=sweep_passes,

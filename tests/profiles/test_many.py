@@ -19,9 +19,10 @@ from profiles.data.documents import key_of
 from profiles.data.records import read_records, write_records
 from profiles.evidence import read_measured
 from profiles.forecast import endless
-from profiles.many import Outcome, outcome_table
+from profiles.many import Outcome, is_made_as, outcome_table
 from profiles.pairs import Wanted
 from profiles.report.derived import next_steps
+from profiles.settings import Settings
 from tools.pairs.questions import read_documents
 
 
@@ -71,6 +72,28 @@ def test_one_command_profiles_what_can_matter_and_says_why_not_the_rest(
     assert "base_to_receiver_lora.json is of these models and data" in said
     assert "timing: done" not in said, "the first run kept it"
     assert "2 of 2 pairs passed" in said
+
+    status, said = many(folder, out, "--max-new", "7")
+    assert status == 0, said
+    assert "is of these models and data" not in said
+    assert read_measured(out / "base_to_receiver_lora.json").made.max_new == 7
+
+
+def test_a_profile_that_was_made_otherwise_is_no_profile_of_this_run():
+    settings = Settings(template="{context} {input}", metric="f1", max_new=8, group=2)
+    made = changed(
+        sample_profile().made,
+        **{it: getattr(settings, it) for it in ("template", "metric", "max_new", "group")},
+        **{it: getattr(settings, it) for it in ("dtype", "seed", "page_size", "pruned")},
+    )
+    assert is_made_as(settings, made) and is_made_as(replace(settings, group=None), made)
+    assert is_made_as(settings, changed(made, e_correction=False))
+    assert is_made_as(replace(settings, e_correction=True), made), "an old profile does not say"
+    assert not is_made_as(replace(settings, e_correction=True), changed(made, e_correction=False))
+    others = {"template": "{context}: {input}", "metric": "same", "chat": True, "max_new": 9}
+    others |= {"dtype": "float32", "seed": 1, "page_size": 1, "pruned": False, "group": 1}
+    for name, value in (others | {"max_prompt_tokens": 99}).items():
+        assert not is_made_as(replace(settings, **{name: value}), made), name
 
 
 def test_without_a_pair_the_reasons_are_said_in_one_line(tmp_path):
