@@ -13,9 +13,9 @@ context. A few equal tokens at the start of two questions do not split a context
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from cachetree import ConfigError
 from profiles.data.datasets import Source, SourcedRecord
 from profiles.data.documents import Document, Encoder, Question, Tokens, common_start, in_pages
 from profiles.data.records import Record, RecordError
@@ -41,8 +42,6 @@ _REMEDY: Final = "serve with --log-requests-level 3 --log-requests-format json"
 _AS_TEXT: Final = "is logged in SGLang's text format"
 _NO_TEXT: Final = "has no text at this --log-requests-level"
 _IS_CUT: Final = "is cut in the middle at this --log-requests-level"
-_BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
-"""Fields that change a chat's prompt beside its messages. A request that has one is not used."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
 """Two prompts of a context may share a few tokens behind it: a page, or the context's length over
@@ -51,6 +50,30 @@ this number if that is more. At least half of the prompts must share no more."""
 
 class _Unusable(Exception):
     """Reason why a line of a log has no usable prompt."""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    text: str | None = None
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | list[_Part] | None = None
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a request that decide its prompts. SGLang writes `...` for tokens that it cuts."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | str | list[int | str]] | None = None
+    prompt: str | list[str | int | list[int]] | None = None
+    messages: list[_Message] | None = None
+    model: str | None = None
+    lora_path: str | list[str | None] | None = None
+    rid: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    image_data: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,57 +281,71 @@ def _range(sizes: Sequence[int]) -> str:
 def _asked_in(line: str, place: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Asked]:
     if "Receive: obj=" in line:
         raise _Unusable(_AS_TEXT)
-    with suppress(msgspec.DecodeError):
+    try:
         event = msgspec.json.decode(line[max(0, line.find("{")) :].strip())
         if isinstance(event, dict) and event.get("event", _RECEIVED) == _RECEIVED:
             request = event.get("obj" if "event" in event else "body", event)
-            yield from _asked_of(request, place, tokenizer)
+            yield from _asked_of(msgspec.convert(request, _Request), place, tokenizer)
+    except (msgspec.ValidationError, RecursionError) as exc:
+        raise _Unusable(f"is no request: {re.sub(r'[0-9]+', '…', str(exc))}") from exc
+    except msgspec.DecodeError:
+        return  # The line is no JSON.
 
 
-def _asked_of(
-    request: Mapping[str, Any], place: str, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Asked]:
-    stated = [request[it] for it in ("text", "input_ids", "prompt", "messages") if request.get(it)]
-    if not stated:
-        if "rid" in request:
+def _asked_of(request: _Request, place: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Asked]:
+    forms = request.text, request.input_ids, request.prompt, request.messages
+    prompts: Sequence[Any] | None = next(filter(None, forms), None)
+    if prompts is None:
+        if request.rid is not None:
             raise _Unusable(_NO_TEXT)
         return
-    (prompts, *_), is_chat = stated, "messages" in request
-    if is_chat or isinstance(prompts, str) or isinstance(prompts[0], int):
+    if request.tools or request.chat_template_kwargs or request.image_data:
+        raise _Unusable(_NO_PROMPT)
+    if isinstance(prompts, str) or isinstance(prompts[0], int | _Message):
         prompts = [prompts]
-    adapters = request.get("lora_path")
-    for number, prompt in enumerate(prompts):
-        adapter = adapters[number] if isinstance(adapters, list) else adapters
-        model = adapter or str(request.get("model") or BASE).rpartition(":")[2]
+    adapters = request.lora_path
+    if not isinstance(adapters, list):
+        adapters = [adapters] * len(prompts)
+    if len(adapters) != len(prompts):
+        raise _Unusable("names adapters for another number of prompts")
+    for number, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
         yield Asked(
-            ids=_ids_of(request, prompt, tokenizer),
-            model=model,
+            ids=_ids_of(prompt, tokenizer),
+            model=adapter or (request.model or BASE).rpartition(":")[2],
             place=place if number == 0 else f"{place}:{number + 1}",
         )
 
 
-def _ids_of(request: Mapping[str, Any], prompt: Any, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     if isinstance(prompt, str):
         if len(prompt) == _CUT + 3 and prompt[_CUT // 2 :].startswith("..."):
             raise _Unusable(_IS_CUT)
         return Encoder(tokenizer, chat=False).ids(prompt)
-    if "messages" in request:
+    if not isinstance(prompt, list) or not prompt:
+        raise _Unusable(_NO_PROMPT)
+    if isinstance(prompt[0], _Message):
         encode = Encoder(tokenizer, chat=True)
-        return encode.ids(encode.of_chat(_messages_of(request, prompt)))
+        try:
+            return encode.ids(encode.of_chat(_messages_of(prompt)))
+        except ConfigError as exc:
+            raise _Unusable(f"is a chat without a prompt: {exc}") from exc
     if "..." in prompt:
         raise _Unusable(_IS_CUT)
-    if max(prompt) >= len(tokenizer):
-        raise _Unusable(f"has the token {max(prompt)}, which the receiver's tokenizer lacks")
+    if {*map(type, prompt)} != {int}:
+        raise _Unusable(_NO_PROMPT)
+    for token in min(prompt), max(prompt):
+        if not 0 <= token < len(tokenizer):
+            raise _Unusable(f"has the token {token}, which the receiver's tokenizer lacks")
     return tuple(prompt)
 
 
-def _messages_of(request: Mapping[str, Any], messages: Any) -> list[dict[str, str]]:
+def _messages_of(messages: Iterable[_Message]) -> list[dict[str, str]]:
     """Join the text parts of each message as SGLang does."""
     texts = []
     for message in messages:
-        content = message.get("content")
-        parts = [content] if isinstance(content, str) else [of.get("text") for of in content or ()]
-        if not parts or None in parts or any(map(request.get, _BESIDE)):
+        content = message.content
+        parts = [content] if isinstance(content, str) else [of.text for of in content or ()]
+        if not parts or None in parts:
             raise _Unusable(_NO_PROMPT)
-        texts.append({"role": message["role"], "content": " ".join(parts)})
+        texts.append({"role": message.role, "content": " ".join(parts)})
     return texts

@@ -272,6 +272,36 @@ def test_a_log_without_whole_prompts_is_refused_with_its_remedy(
     assert "--log-requests-level 3 --log-requests-format json" in str(caught.value)
 
 
+STRAY = {
+    '{"body": "x"}': "is no request: Expected `object`, got `str`",
+    '{"prompt": true}': "is no request: Expected `str | array | null`, got `bool` - at `$.prompt`",
+    '{"messages": [{"content": "x"}]}': "Object missing required field `role` - at `$.messages[…]`",
+    '{"messages": [{"role": "user", "content": "x"}]}': "is a chat without a prompt: the chat",
+    '{"text": "x", "lora_path": []}': "names adapters for another number of prompts",
+    '{"prompt": ["x", 5]}': "is no prompt of text alone",
+    '{"input_ids": [5, [5]]}': "is no prompt of text alone",
+    '{"input_ids": [[]]}': "is no prompt of text alone",
+    '{"input_ids": [-1]}': "has the token -1",
+    "[" * 9000 + "{": "",
+    '{"a":' * 9000: "maximum recursion depth exceeded",
+}
+
+
+@pytest.mark.parametrize(("line", "why"), STRAY.items(), ids=range(len(STRAY)))
+def test_a_line_that_is_no_request_is_counted_with_its_reason(
+    tokenizer, tmp_path, monkeypatch, line, why
+):
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(tokenizer, "chat_template", refusing)
+    path = tmp_path / "requests.jsonl"
+    path.write_text(f'{line}\n{{"prompt": "meet"}}\n')
+    assert sum(read_log(path, tokenizer).unusable.values()) == bool(why)
+    path.write_text(f"{line}\n")
+    with pytest.raises(RecordError) as caught:
+        read_log(path, tokenizer)
+    assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_prompts_that_share_nothing_and_too_few_contexts_are_refused(tokenizer, tmp_path):
     alone = log_of(tmp_path, [{"text": it} for it in prompts(6)[::3]])
     with pytest.raises(RecordError, match=r"6 prompts; no context that is shared .*too few"):
