@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -109,19 +109,35 @@ class Context:
     """Prompts sorted by their tokens. A prompt that a model was asked again occurs only once."""
 
 
-def read_logs(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> list[Log]:
-    """Read all prompts of request logs; an earlier log has earlier prompts. Raises RecordError if a
-    log is given twice, or with the reason if it has no usable prompt."""
-    for file, count in Counter(it.resolve() for it in files).items():
-        if count > 1:
+def read_logs(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> list[Log]:
+    """Read all prompts of request logs, given as files or as folders of files. Each file is a log,
+    and an earlier one has earlier prompts. Raises RecordError if a file is given twice, or with the
+    reason if a path has no usable prompt."""
+    of_paths = [_files_in(it) for it in paths]
+    files = [*chain(*of_paths)]
+    for file, times in Counter(it.resolve() for it in files).items():
+        if times > 1:
             raise RecordError(f"request log {file} is given more than once; give it once")
-    names, num_asked, logs = Counter(it.name for it in files), 0, list[Log]()
-    for file in files:
-        log = _read(file, file.name if names[file.name] == 1 else str(file), tokenizer)
-        asked = [replace(it, number=num_asked + at) for at, it in enumerate(log.asked)]
-        num_asked += len(asked)
-        logs.append(replace(log, asked=tuple(asked)))
-    return logs
+    names, numbers, logs = Counter(it.name for it in files), count(), list[Log]()
+    for path, of_path in zip(paths, of_paths, strict=True):
+        read = [_read(it, it.name if names[it.name] == 1 else str(it), tokenizer) for it in of_path]
+        if not any(it.asked for it in read):
+            unusable = sum((it.unusable for it in read), Counter[str]())
+            why = max(unusable, key=unusable.__getitem__, default="")
+            what = f"each request {why}" if why else "no line is a request"
+            raise RecordError(f"request log {path} has no prompt, as {what}; {_REMEDY}")
+        logs += read
+    return [
+        replace(log, asked=tuple(replace(it, number=next(numbers)) for it in log.asked))
+        for log in logs
+    ]
+
+
+def _files_in(path: Path) -> list[Path]:
+    """Return the files of a folder by name. SGLang adds the hour to the names of older files, so
+    the newest one is still `NAME.log`, and is last."""
+    files = filter(Path.is_file, path.iterdir()) if path.is_dir() else [path]
+    return sorted(files, key=lambda it: (it.suffix == ".log", it.name))
 
 
 def _read(path: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Log:
@@ -135,10 +151,6 @@ def _read(path: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Log:
                     unusable[str(exc)] += 1
     except OSError as exc:
         raise RecordError(f"request log {path} cannot be read: {exc.strerror}") from exc
-    if not prompts:
-        why = max(unusable, key=unusable.__getitem__, default="")
-        what = f"each request {why}" if why else "no line is a request"
-        raise RecordError(f"request log {path} has no prompt, as {what}; {_REMEDY}")
     return Log(name=name, asked=tuple(prompts), unusable=unusable)
 
 

@@ -233,6 +233,22 @@ def test_a_prompt_of_an_earlier_log_was_asked_first(tokenizer, tmp_path):
     assert [it.number for log in logs for it in log.asked] == [*range(9)]
 
 
+def test_a_folder_is_read_by_the_names_of_its_files(tokenizer, tmp_path):
+    """SGLang's handler renames a file after its hour. An hour without requests is no error."""
+    texts = prompts(2)
+    for name, asked in (("log", texts[3:]), ("log.01", texts[:3]), ("log.00", [])):
+        lines = ["a line of the server", *(json.dumps({"prompt": it}) for it in asked)]
+        (tmp_path / f"host.{name}").write_text("\n".join(lines))
+    (tmp_path / "folder").mkdir()
+    logs = read_logs([tmp_path], tokenizer)
+    ids = [tuple(tokenizer(it).input_ids) for it in texts]
+    assert [it.ids for log in logs for it in log.asked] == ids
+    with pytest.raises(RecordError, match=r"host\.log is given more than once"):
+        read_logs([tmp_path, tmp_path / "host.log"], tokenizer)
+    with pytest.raises(RecordError, match="folder has no prompt, as no line is a request"):
+        read_logs([tmp_path / "folder"], tokenizer)
+
+
 def test_a_log_that_is_given_twice_is_refused(tokenizer, tmp_path):
     (file,) = hourly(tmp_path, prompts(2))
     again = tmp_path / "again.jsonl"
