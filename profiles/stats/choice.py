@@ -88,13 +88,15 @@ class Choice:
 
 def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
     """Return plans that begin or end one layer earlier or later than one of `plans`, sorted by
-    start and stop. A map corrects E only at its own layer, so a plan with a map keeps its start."""
+    start and stop. A map corrects E only at its own layer, so a plan with a map keeps its start.
+    Blocks of more than `MOST_SHARE` of the layers are left out."""
     plan_at = {}
     for plan in plans:
         start, stop = plan.block.start, plan.block.stop
         for block in ((start - 1, stop), (start + 1, stop), (start, stop - 1), (start, stop + 1)):
             is_mapped = plan.e_map is None or block[0] == start
-            if is_mapped and 0 <= block[0] < block[1] <= num_layers:
+            is_block = 0 <= block[0] < block[1] <= num_layers
+            if is_mapped and is_block and block[1] - block[0] <= MOST_SHARE * num_layers:
                 plan_at[block, plan.map_sha256] = replace(plan, runs=(Span(*block),))
     return [plan_at[it] for it in sorted(plan_at)]
 

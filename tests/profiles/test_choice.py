@@ -175,6 +175,9 @@ def test_neighbours_begin_or_end_one_layer_beside_a_plan():
     assert blocks == [(0, 1), (0, 3), (1, 2), (1, 4), (2, 3), (3, 4)]
     mapped = replace(plan(1, 2), e_map=EMap(layer=1, dtype="float32", sha256="ab"))
     assert [it.block for it in neighbours([mapped], 4)] == [Span(1, 3)], "its map is of layer 1"
+    widest = [it.block for it in neighbours([plan(0, 28)], 32)]
+    assert Span(0, 27) in widest and Span(0, 29) not in widest, "more than nine layers in ten"
+    assert Span(0, 4) not in [it.block for it in neighbours([plan(0, 3)], 4)]
 
 
 def test_the_best_two_are_the_expected_plan_and_the_one_before_it():
