@@ -262,6 +262,8 @@ def _kept(findings: Findings) -> Judged:
 
 def contradiction(profile: MeasuredProfile, judged: Judged) -> str | None:
     """Say what in a profile's verdict contradicts its scores. None if nothing does."""
+    if not _is_whole(profile, judged):
+        return "the scores are not of all its plans, tasks, contexts and questions"
     places: dict[int, list[int]] = {}
     for place, task in enumerate(judged.tasks):
         places.setdefault(task, []).append(place)
@@ -277,13 +279,30 @@ def contradiction(profile: MeasuredProfile, judged: Judged) -> str | None:
     verdict_of_all = verdict(plans, profile.held_out, profile.tolerance)
     if verdict_of_all != (profile.passed, profile.reason):
         return f"it says {profile.reason!r}, and its plans give {verdict_of_all[1]!r}"
-    served = {(it.block, it.e_map) for it in proven(plans, profile.tolerance)}
+    served = [(it.block, it.e_map) for it in proven(plans, profile.tolerance)]
     for usable in profile.blocks:
         if len(usable.block) < profile.receiver.num_layers and (
             (usable.block, usable.e_map) not in served
         ):
             return f"[{usable.start}, {usable.stop}) is served, and its scores do not prove it"
+    best = [it for it in profile.blocks if (it.block, it.e_map) in served[-1:]]
+    if [profile.recommended] != (best if served else [None]):
+        return f"it recommends {profile.recommended}, and its scores {best}"
     return None
+
+
+def _is_whole(profile: MeasuredProfile, judged: Judged) -> bool:
+    """True if the scores have the lengths that `_kept` gives them, and all indices exist."""
+    num_questions = [len(it) for it in judged.full_prefill]
+    asked = [[len(it) for it in plan] for plan in judged.plans]
+    return (
+        len(judged.tasks) == len(num_questions)
+        and {*judged.tasks} == {*range(len(profile.held_out.tasks))}
+        and all(num_questions)
+        and len(asked) == len(profile.order)
+        and all(it == num_questions[: len(it)] for it in asked)
+        and {*profile.order} <= {*range(len(profile.frontier))}
+    )
 
 
 def _at(places: Iterable[int], values: Sequence[T]) -> list[T]:

@@ -169,6 +169,24 @@ def test_a_verdict_is_computed_again_from_the_scores(ended, folder, tmp_path):
     more = (*ended.blocks, replace(ended.blocks[0], start=1, stop=2))
     status, said = verified(replace(ended, blocks=more))
     assert status == FAILED_GATE and "[1, 2) is served" in said
+    for best in (None, ended.blocks[-1], replace(ended.recommended, quality=0.5)):
+        status, said = verified(replace(ended, recommended=best))
+        assert status == FAILED_GATE and "it recommends" in said, said
+    judged, whole = ended.judged, "the scores are not of all its plans, tasks, contexts and"
+    for name, value in (
+        ("plans", rest),
+        ("plans", ((*first, *first), *rest)),
+        ("plans", (((), *first[1:]), *rest)),
+        ("full_prefill", judged.full_prefill[1:]),
+        ("full_prefill", ((), *judged.full_prefill[1:])),
+        ("tasks", (5, *judged.tasks[1:])),
+        ("tasks", (-1, *judged.tasks[1:])),
+        ("tasks", ()),
+    ):
+        status, said = verified(replace(ended, judged=replace(judged, **{name: value})))
+        assert status == FAILED_GATE and whole in said, (name, said)
+    status, said = verified(replace(ended, order=(99, *ended.order[1:])))
+    assert status == FAILED_GATE and whole in said
     assert verified(replace(ended, judged=None))[0] == UNDECIDED
 
 
