@@ -215,7 +215,7 @@ class Many:
             receiver_lora=receiver.source.adapter,
             data=receiver.data or self._settings.data,
             asked_of=(self._asked_of[pair.receiver] or pair.receiver) if is_logged else None,
-            out=self._settings.out / f"{pair.sender}_to_{pair.receiver}.json",
+            out=self._settings.out / file_of(pair),
             **{name: value for name, value in stated.items() if value is not None},
         )
 
@@ -233,6 +233,15 @@ class Many:
         for shown in tables:
             if shown.rows:
                 self._console.print(drawn(shown))
+
+
+def file_of(pair: Wanted) -> str:
+    """Return the name of a pair's profile. Names of models may have slashes, and name no folder.
+
+    >>> file_of(Wanted(sender="../org/base", receiver="json"))
+    '_org_base_to_json.json'
+    """
+    return f"{pair.sender}_to_{pair.receiver}.json".replace("/", "_").lstrip(".")
 
 
 def is_made_as(settings: Settings, made: Making) -> bool:

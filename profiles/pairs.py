@@ -19,8 +19,10 @@ from cachetree import ConfigError, read_yaml, settings_of
 from cachetree.checkpoint import read_invocation
 from profiles.adapters import ADAPTER_CONFIG
 from profiles.compute.models import ModelSource, look_at, look_at_pair
+from profiles.data.datasets import GSM8K
 from profiles.data.logs import BASE, Context
-from profiles.settings import Settings
+from profiles.data.metrics import Metric
+from profiles.settings import LOG, Settings
 
 FIRST_ALONE: Final = (
     "the sender is an adapter, and reads after its base: KV that it computes then is offered to no "
@@ -84,6 +86,16 @@ def read_entries(settings: Settings) -> dict[str, Entry]:
         entries = {
             str(name): settings_of(it, Entry, f"{path}: {name}") for name, it in stated.items()
         }
+        for name, entry in entries.items():
+            if entry.metric not in (None, *Metric):
+                raise ConfigError(
+                    f"{path}: {name}: metric is {entry.metric}; it has to be {' or '.join(Metric)}"
+                )
+            if unknown := {*(entry.senders or ())} - entries.keys():
+                raise ConfigError(
+                    f"{path}: {name}: senders has {', '.join(sorted(unknown))}, which is no model "
+                    f"of the file; it has {', '.join(entries)}"
+                )
         return {name: _from(path.parent, it) for name, it in entries.items()}
     folder, base = settings.adapters, settings.base
     if base is None:
@@ -107,11 +119,18 @@ def _beside(folder: Path, name: str) -> tuple[str, ...]:
 def _from(folder: Path, entry: Entry) -> Entry:
     """Return the entry with paths relative to the working directory in place of `folder`. Values of
     `data` that name no file, such as `gsm8k`, stay as they are."""
-    data = tuple(str(folder / of) if (folder / of).exists() else of for of in entry.data)
+    data = tuple(_data_from(folder, it) for it in entry.data)
     adapter = entry.adapter and str(folder / entry.adapter)
     return msgspec.structs.replace(
         entry, model=str(folder / entry.model), adapter=adapter, data=data
     )
+
+
+def _data_from(folder: Path, data: str) -> str:
+    for kind in LOG, f"{GSM8K}:":
+        if data.startswith(kind):
+            return f"{kind}{folder / data.removeprefix(kind)}"
+    return str(folder / data) if (folder / data).exists() else data
 
 
 def pairs_of(

@@ -11,7 +11,8 @@ from shipped import DATA, WEIGHTS
 
 from cachetree import ConfigError
 from profiles.data.logs import Asked, contexts_of
-from profiles.pairs import Entry, pairs_of, read_entries, reads_of
+from profiles.many import file_of
+from profiles.pairs import Entry, Wanted, pairs_of, read_entries, reads_of
 from profiles.settings import Settings
 
 BASE = WEIGHTS / "foundation"
@@ -126,6 +127,21 @@ def test_a_folder_of_adapters_and_a_models_file_name_the_same(tmp_path):
     assert list(entries) == ["base", "tables"]
 
 
+def test_files_of_all_kinds_of_data_are_beside_the_models_file(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    data = "[a.jsonl, 'log:a.jsonl', 'gsm8k:a.jsonl', gsm8k, 'longbench:trec', 'log:/a.jsonl']"
+    path = tmp_path / "models.yaml"
+    path.write_text(f"a: {{model: x, data: {data}}}\nb: {{model: x}}\n")
+    beside, *rest = f"{tmp_path}/a.jsonl", "gsm8k", "longbench:trec", "log:/a.jsonl"
+    expected = (beside, f"log:{beside}", f"gsm8k:{beside}", *rest)
+    assert read_entries(replace(SETTINGS, models=path))["a"].data == expected
+
+
+def test_a_profile_is_in_the_folder_whatever_its_models_are_called():
+    for sender, name in (("org/b", "org_b"), ("../a", "_a"), ("/etc/a", "_etc_a"), ("..", "")):
+        assert file_of(Wanted(sender=sender, receiver="c")) == f"{name}_to_c.json"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -133,6 +149,14 @@ def test_a_folder_of_adapters_and_a_models_file_name_the_same(tmp_path):
         ("a: {model: x}\nb: {modle: x}\n", "there is no key modle; did you mean model?"),
         ("a: {model: x}\nb: {adapter: x}\n", "b: Object missing required field `model`"),
         ("{", "is not YAML"),
+        (
+            "a: {model: x}\nb: {model: x, metric: rouge}\n",
+            "b: metric is rouge; it has to be f1 or rouge_l or ",
+        ),
+        (
+            "a: {model: x}\nb: {model: x, senders: [a, base]}\n",
+            "b: senders has base, which is no model of the file; it has a, b",
+        ),
     ],
 )
 def test_a_models_file_that_cannot_be_used_is_named(tmp_path, text, says):
