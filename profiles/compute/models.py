@@ -189,6 +189,11 @@ def look_at_pair(sender: ModelSource, receiver: ModelSource) -> tuple[Supported,
     """Check everything that `load_pair` checks before it reads weights. Raises the same errors."""
     both = look_at(sender), look_at(receiver)
     _require_one_family(*both)
+    if both[0].identity.num_layers == 1:
+        raise ConfigError(
+            f"{sender} and {receiver} have one layer only, so no plan recomputes a part of the "
+            "layers; give larger models"
+        )
     return both
 
 

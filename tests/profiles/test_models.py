@@ -212,6 +212,12 @@ def test_another_family_is_refused_by_field(models, tmp_path, changes, message):
         load_pair(*sources)
 
 
+def test_models_of_one_layer_are_refused(tmp_path):
+    sources = [ModelSource(path=write_base(tmp_path / it, num_hidden_layers=1)) for it in "ab"]
+    with pytest.raises(ConfigError, match="have one layer only"):
+        load_pair(*sources)
+
+
 def test_another_architecture_or_tokenizer_is_refused(models, base, tmp_path):
     qwen = write_base(tmp_path / "qwen", "qwen3")
     with pytest.raises(ConfigError, match="architecture is 'Qwen3ForCausalLM' and 'LlamaFor"):
