@@ -59,6 +59,7 @@ class _Part(msgspec.Struct, frozen=True):
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[_Part] | None = None
+    tool_calls: Any = None
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,7 +358,7 @@ def _messages_of(messages: Iterable[_Message]) -> list[dict[str, str]]:
     for message in messages:
         content = message.content
         parts = [content] if isinstance(content, str) else [of.text for of in content or ()]
-        if not parts or None in parts:
+        if not parts or None in parts or message.tool_calls:
             raise _Unusable(_NO_PROMPT)
         texts.append({"role": message.role, "content": " ".join(parts)})
     return texts

@@ -85,6 +85,7 @@ def test_requests_of_the_openai_api_are_written_by_the_chat_template(tokenizer, 
         {"model": "base:json", "messages": [{"role": "user", "content": parts}]},
         {"custom_id": "1", "body": {"model": "m", "prompt": "<bos> meet lupil"}},
         {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "assistant", "content": "meet", "tool_calls": [{"id": "1"}]}]},
     ]
     path = tmp_path / "requests.jsonl"
     path.write_text("a line of the server\n" + "\n".join(map(json.dumps, lines)) + "\n{}\n")
@@ -94,7 +95,7 @@ def test_requests_of_the_openai_api_are_written_by_the_chat_template(tokenizer, 
         "<bos> meet lupil",
     ]
     assert [it.model for it in log.asked] == ["json", "m"]
-    assert log.unusable == {"is no prompt of text alone": 1}
+    assert log.unusable == {"is no prompt of text alone": 2}
 
 
 def asked(*prompts: str) -> list[Asked]:
