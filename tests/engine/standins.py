@@ -71,7 +71,8 @@ class Recorded:
     def metrics(self) -> Any:
         return self
 
-    def count_saving(self, _plan: Plan, seconds: float) -> None:
+    def count_saving(self, plan: Plan, seconds: float) -> None:
+        assert plan.num_layers
         self.savings.append(seconds)
 
     def note(self, req: Any, provenance: RequestProvenance) -> None:
@@ -98,6 +99,8 @@ class Asked:
         self._clock = clock
         self.loaded: list[Any] = []
         """Pages that were noted as approximate."""
+        self.namespaces: set[str] = set()
+        """Namespaces in which pages were noted or counted."""
         self.peers: tuple[Any, ...] = ()
 
     def sources(self) -> tuple[Any, ...]:
@@ -119,10 +122,12 @@ class Asked:
         return self.has
 
     def note_loaded(self, namespace: str, pages: Any) -> None:
+        self.namespaces.add(namespace)
         self.loaded += pages
         self.has_approximate = True
 
     def num_loaded(self, namespace: str, pages: Any) -> int:
+        self.namespaces.add(namespace)
         return sum(it in self.loaded for it in pages)
 
     def land(self, number: int | None = None) -> None:
