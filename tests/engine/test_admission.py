@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +111,8 @@ def test_who_needs_no_plan_is_planned_again_once_the_device_lost_pages(
     waiting, _ = waiting_with(cache, planner=planner)
     look(waiting, req)
     look(waiting, req)
+    if outcome != "no_match":
+        assert cache.where[-1] == ("r1", max(before.exact, before.approximate), TREE)
     cache.has = after
     look(waiting, req)
     assert len(plans) == 1 + is_anew
@@ -121,6 +125,63 @@ def test_a_request_that_was_declined_without_a_choice_is_not_planned_again():
     cache.has = Held(0, 0)
     look(waiting, req)
     assert len(recorded.notes) == 1
+
+
+def test_a_request_is_planned_and_compared_with_its_queue_as_it_is():
+    first, second = request("first"), request("second")
+    seen: dict[str, list[Any]] = {it: [] for it in ("note", "meet", "plan", "follow")}
+    decisions = [planned_as(PLAN), Declined("no_match")]
+
+    def plan(*about: Any) -> Any:
+        seen["plan"].append(about)
+        return decisions[len(seen["plan"]) - 1]
+
+    planner = planner_that(plan)
+    planner.note, planner.meet = seen["note"].append, seen["meet"].append
+    followers = SimpleNamespace(
+        follow=lambda request, *rest: seen["follow"].append((request.req, *rest)),
+        prune=lambda _waiting: None,
+    )
+    waiting, _ = waiting_with(Asked(), planner=planner, followers=followers)
+    assert look(waiting, first, second) == {"first"}
+    reqs = [first, second]
+    assert seen["note"] == seen["meet"] == reqs
+    assert seen["plan"] == [(it, reusable_pages(it, PAGE), TREE, 1) for it in reqs]
+    assert seen["follow"] == [(*both, TREE) for both in zip(reqs, decisions, strict=True)]
+
+
+def test_what_refuses_a_request_or_its_plan_is_its_outcome():
+    planner = planner_of(**WANTED)
+    planner.refusal = lambda _req: "weights_updated"
+    waiting, recorded = waiting_with(Asked(), planner=planner)
+    assert not look(waiting, request())
+    assert recorded.by_rid["r1"].outcome == "weights_updated"
+    exact = request()
+    Labels(UNCOUNTED, ModelNames()).report([exact])
+    waiting, recorded = waiting_with(Asked())
+    assert not look(waiting, exact)
+    assert recorded.by_rid["r1"].outcome == "off"
+
+
+def test_a_new_request_with_an_old_id_is_planned_itself():
+    cache = Asked()
+    waiting, _ = waiting_with(cache)
+    for _ in range(2):
+        assert look(waiting, request()) == {"r1"}
+    assert len(cache.fetched) == 2
+    assert len(cache.stagings) == 2 and cache.stagings[0].error is not None
+
+
+@pytest.mark.parametrize(("held", "is_approximate"), [(Held(0, 3), True), (Held(1, 0), False)])
+def test_all_ranks_read_what_the_first_rank_finds(held, is_approximate):
+    pair = Pair()
+    for number, has in enumerate((held, Held(0, 0))):
+        req = request()
+        prefixes.move(req, approximate=not is_approximate)
+        planner = planner_without("no_match")
+        waiting, _ = waiting_with(Asked(held=has), planner=planner, ranks=pair.rank(number))
+        assert not look(waiting, req)
+        assert prefixes.is_approximate(req) == is_approximate
 
 
 def test_a_request_that_stays_exact_reads_no_approximate_kv():
