@@ -12,6 +12,7 @@ import torch
 from virtual_cuda import VirtualCuda
 
 from cachetree.checkpoint import Codec
+from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.memory import copying
@@ -102,6 +103,33 @@ def test_a_forward_waits_on_the_device_for_the_copy_of_each_layer(cuda, monkeypa
     loader.finish(index)
     loader.close()
     assert waited == [(index, layer) for layer in range(NUM_LAYERS)]
+
+
+def test_the_current_stream_waits_for_one_layers_copy_or_for_all(cuda, monkeypatch):
+    copies, waited = Copies(None, "cuda"), []
+    copies.begin(0)
+    with copies.on_stream():
+        copies.record(0, 1)
+    stream = SimpleNamespace(wait_event=waited.append, wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    copies.forward_waits(0, 0)
+    assert waited == [], "nothing was copied of that layer"
+    copies.forward_waits(0, 1)
+    copies.current_stream_waits()
+    assert waited == [copies._events[0][1], copies._stream]
+
+
+def test_a_lost_device_copies_nothing_more(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
+    Copies(None, "cuda").stop()
+
+
+def test_a_load_with_a_layer_missing_says_so():
+    source: Any = SimpleNamespace()
+    at: Any = Span(0, 1)
+    load = Load(plan=PLAN, source=source, at=at, slots=torch.tensor([2]))
+    load.fail()
+    assert str(load.wait_staged(Deadline.after(60))) == "a layer could not be copied"
 
 
 def test_seconds_of_the_hosts_copies_are_shared_by_bytes():

@@ -9,12 +9,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from standins import (
+    METER,
     NUM_PAGES,
     PAGE,
     PLAN,
+    STORE,
     TREE,
     UNCOUNTED,
     WANTED,
@@ -33,8 +36,11 @@ from standins import (
     waiting_with,
 )
 
+from cachetree.clock import Deadline
 from cachetree.ids import Location, Span
 from cachetree.names import ModelNames
+from cachetree.planning import Patience
+from cachetree.tier import Search
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -170,6 +176,60 @@ def test_a_new_request_with_an_old_id_is_planned_itself():
         assert look(waiting, request()) == {"r1"}
     assert len(cache.fetched) == 2
     assert len(cache.stagings) == 2 and cache.stagings[0].error is not None
+
+
+def test_a_request_is_planned_as_soon_as_each_store_has_answered():
+    searches = [Search(Deadline.after(60)) for _ in range(2)]
+    cache, req = Asked(), request()
+    cache.search = lambda _pages: searches  # type: ignore[method-assign,assignment,return-value]
+    waiting, _ = waiting_with(cache, server=STORE, meter=METER)
+    for search in searches:
+        assert look(waiting, req) == {"r1"} and not cache.fetched
+        search.end()
+    assert look(waiting, req) == {"r1"} and cache.fetched
+
+
+def test_a_request_reads_what_its_plan_loads_while_that_is_fetched():
+    """The device has more exact KV than approximate KV, which the plan does not need."""
+    cache, req = Asked(held=Held(2, 1)), request()
+    waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"is_experiment": False}))
+    for _ in range(2):
+        assert look(waiting, req) == {"r1"}
+        assert prefixes.is_approximate(req)
+
+
+def test_who_reads_approximate_kv_waits_for_no_other_request():
+    followed: list[Any] = []
+    followers = SimpleNamespace(
+        follow=lambda request, *_: followed.append(request.req.rid), prune=lambda _waiting: None
+    )
+    for held in (Held(0, 3), Held(3, 0)):
+        cache, planner = Asked(held=held), planner_without("no_match")
+        waiting, _ = waiting_with(cache, planner=planner, followers=followers)
+        look(waiting, request(f"{held.approximate}"))
+    assert followed == ["0"]
+
+
+def test_other_ranks_get_the_plan_and_what_it_counts_on_and_no_more():
+    """Only the first rank asks again whether reuse pays."""
+    pair, cache, req = Pair(), Asked(), request()
+    planned = planned_as(PLAN, patience=Patience(saving_s=1.0), considered=counting_on(0))
+    waiting, _ = waiting_with(cache, planner=planner_that(lambda *_: planned), ranks=pair.rank(0))
+    look(waiting, req)
+    ((rid, _, sent, _),) = msgspec.msgpack.decode(pair.shared[0])
+    assert (rid, sent["considered"]) == ("r1", None)
+    pair, caches = Pair(), [Asked(held=Held(2, 0)), Asked(held=Held(2, 0))]
+    declined = Declined("too_short", considered=counting_on(2))
+    planner = planner_that(lambda *_: declined)
+    ranks = [
+        waiting_with(cache, planner=planner, ranks=pair.rank(number))[0]
+        for number, cache in enumerate(caches)
+    ]
+    reqs = [request(), request()]
+    for _ in range(2):
+        for waiting, req in zip(ranks, reqs, strict=True):
+            look(waiting, req)
+    assert caches[1].where == caches[0].where == [("r1", 2, TREE)]
 
 
 @pytest.mark.parametrize(("held", "is_approximate"), [(Held(0, 3), True), (Held(1, 0), False)])
