@@ -118,6 +118,7 @@ class Asked:
         return staging
 
     def held(self, req: Any, num_pages: int, tree: Any) -> Held:
+        assert tree is TREE
         self.where.append((req.rid, num_pages, tree))
         return self.has
 

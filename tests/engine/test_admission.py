@@ -43,6 +43,7 @@ from cachetree.planning import Patience
 from cachetree.tier import Search
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
+from sglang_droidspeak.request.arrivals import NUM_NEXT
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined
 from sglang_droidspeak.request.report import Labels
@@ -124,6 +125,17 @@ def test_who_needs_no_plan_is_planned_again_once_the_device_lost_pages(
     assert len(plans) == 1 + is_anew
 
 
+def test_each_step_looks_on_the_device_for_the_next_requests_only():
+    declined = Declined("too_short", considered=counting_on(2))
+    cache = Asked(held=Held(2, 0))
+    waiting, _ = waiting_with(cache, planner=planner_that(lambda *_: declined))
+    queue = [request(f"r{number}") for number in range(NUM_NEXT + 3)]
+    look(waiting, *queue)
+    cache.where.clear()
+    look(waiting, *queue)
+    assert cache.where == [(it.rid, 2, TREE) for it in queue[:NUM_NEXT]]
+
+
 def test_a_request_that_was_declined_without_a_choice_is_not_planned_again():
     cache, req = Asked(held=Held(2, 0)), request()
     waiting, recorded = waiting_with(cache, planner=planner_without("too_short"))
@@ -182,9 +194,11 @@ def test_a_request_is_planned_as_soon_as_each_store_has_answered():
     searches = [Search(Deadline.after(60)) for _ in range(2)]
     cache, req = Asked(), request()
     cache.search = lambda _pages: searches  # type: ignore[method-assign,assignment,return-value]
+    prefixes.move(req, approximate=True)  # By its stay in the queue before a retraction.
     waiting, _ = waiting_with(cache, server=STORE, meter=METER)
     for search in searches:
         assert look(waiting, req) == {"r1"} and not cache.fetched
+        assert not prefixes.is_approximate(req)
         search.end()
     assert look(waiting, req) == {"r1"} and cache.fetched
 
