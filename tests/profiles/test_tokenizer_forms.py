@@ -152,7 +152,7 @@ def test_a_tokenizer_that_was_saved_again_is_the_same(form, tmp_path):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Path, Path]:
-    config = shape("llama", layers=1, hidden=64, heads=4, kv_heads=2)
+    config = shape("llama", layers=2, hidden=64, heads=4, kv_heads=2)
     base, tuned = write_models(tmp_path_factory.mktemp("pair"), config, ["base", "tuned"])
     return base, tuned
 
