@@ -238,6 +238,10 @@ def planner_of(**planned: Any) -> Any:
     return planner_that(lambda *_: value)
 
 
+OPTIONAL: Any = planner_of(patience=Patience(saving_s=SAVING_S))
+"""Planner that predicts these seconds of saving, so that the server may choose to reuse."""
+
+
 def planner_without(outcome: str, detail: str = "") -> Any:
     return planner_that(lambda *_: Declined(outcome, detail))
 

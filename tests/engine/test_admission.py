@@ -1,4 +1,4 @@
-"""What is reported of requests that load nothing, and what a load takes from SGLang and the device.
+"""Requests that load nothing report why. Loads take what SGLang and the device give them.
 
 `test_waiting_machine` has the same rules under random events; these tests are quick.
 """
@@ -22,7 +22,6 @@ from standins import (
     UNCOUNTED,
     WANTED,
     Asked,
-    Now,
     Pair,
     begin_load,
     counting_on,
@@ -49,11 +48,6 @@ from sglang_droidspeak.request.planner import Declined
 from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.start.config import at_rank
 from sglang_droidspeak.store.pool import Held
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Now:
-    return Now(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +283,7 @@ def test_a_rank_that_fails_says_whose_request_it_cannot_serve(caplog):
 @pytest.mark.parametrize("is_kept_out", [True, False])
 @pytest.mark.parametrize("is_experiment", [True, False])
 def test_what_others_may_not_read_stays_out_of_sglangs_tree(is_kept_out, is_experiment):
-    """What SGLang keeps out itself stays out."""
+    """The extension lets nothing in that SGLang keeps out itself."""
     cache, req = Asked(), request(skip_radix_cache_insert=is_kept_out)
     planner = planner_of(**WANTED | {"is_experiment": is_experiment})
     waiting, _ = waiting_with(cache, planner=planner)

@@ -15,6 +15,7 @@ import pytest
 from standins import (
     METER,
     NUM_PAGES,
+    OPTIONAL,
     PAGE,
     PLAN,
     SAVING_S,
@@ -43,16 +44,9 @@ from sglang_droidspeak.request.arrivals import NUM_NEXT
 from sglang_droidspeak.store.pool import Held
 
 DEADLINE_S = 0.2
-OPTIONAL = planner_of(patience=Patience(saving_s=SAVING_S))
-"""Planner that predicts these seconds of saving, so that the server may choose to reuse."""
 WAIT_S, MARGIN_S, STEP_S = 0.12, 0.03, 0.0005
 """Predicted seconds of a fetch of 120 bytes, seconds that it saves, and seconds between two looks
 at the queue. The fetch is too short for its rate to tell when it will end."""
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Now:
-    return Now(monkeypatch)
 
 
 def test_fetch_deadline_counts_from_the_first_sight_of_its_request():

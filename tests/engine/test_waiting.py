@@ -18,6 +18,7 @@ import torch
 from standins import (
     METER,
     NUM_PAGES,
+    OPTIONAL,
     PAGE,
     PLAN,
     SAVING_S,
@@ -27,7 +28,6 @@ from standins import (
     WANTED,
     Asked,
     FakeMeter,
-    Now,
     Pair,
     begin_load,
     keys_of,
@@ -53,19 +53,6 @@ from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Phase
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import Held
-
-DEADLINE_S = 0.2
-OPTIONAL = planner_of(patience=Patience(saving_s=SAVING_S))
-"""Planner that predicts these seconds of saving, so that the server may choose to reuse."""
-WAIT_S, MARGIN_S, STEP_S = 0.12, 0.03, 0.0005
-"""Predicted seconds of a fetch of 120 bytes, seconds that it saves, and seconds between two looks
-at the queue. The fetch is too short for its rate to tell when it will end."""
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Now:
-    return Now(monkeypatch)
-
 
 # What it is planned with.
 
