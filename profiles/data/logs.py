@@ -114,6 +114,13 @@ def read_logs(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> list
     """Read all prompts of request logs, given as files or as folders of files. Each file is a log,
     and an earlier one has earlier prompts. Raises RecordError if a file is given twice, or with the
     reason if a path has no usable prompt."""
+    try:
+        return _read_all(paths, tokenizer)
+    except OSError as exc:
+        raise RecordError(f"request log {exc.filename} cannot be read: {exc.strerror}") from exc
+
+
+def _read_all(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> list[Log]:
     of_paths = [_files_in(it) for it in paths]
     files = [*chain(*of_paths)]
     for file, times in Counter(it.resolve() for it in files).items():
@@ -143,15 +150,12 @@ def _files_in(path: Path) -> list[Path]:
 
 def _read(path: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Log:
     prompts, unusable = list[Asked](), Counter[str]()
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    prompts += [*_asked_in(line, f"{name}:{number}", tokenizer)]
-                except _Unusable as exc:
-                    unusable[str(exc)] += 1
-    except OSError as exc:
-        raise RecordError(f"request log {path} cannot be read: {exc.strerror}") from exc
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                prompts += [*_asked_in(line, f"{name}:{number}", tokenizer)]
+            except _Unusable as exc:
+                unusable[str(exc)] += 1
     return Log(name=name, asked=tuple(prompts), unusable=unusable)
 
 

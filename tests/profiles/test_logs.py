@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -364,3 +366,16 @@ def test_a_flag_before_an_action_is_named_as_it_was_given(capsys):
     with pytest.raises(SystemExit):
         main(["profile", "--data", "x", "verify", "pair.json"])
     assert "give --data after verify" in capsys.readouterr().err
+
+
+def test_a_log_or_folder_that_cannot_be_read_is_named(tmp_path, tokenizer, monkeypatch):
+    absent = tmp_path / "absent.log"
+    with pytest.raises(RecordError, match=rf"^request log {absent} cannot be read: No such file"):
+        read_logs([absent], tokenizer)
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(RecordError, match=rf"^request log {tmp_path} cannot be read: Permission"):
+        read_logs([tmp_path], tokenizer)
