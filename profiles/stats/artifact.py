@@ -285,8 +285,8 @@ def contradiction(profile: MeasuredProfile, judged: Judged) -> str | None:
             (usable.block, usable.e_map) not in served
         ):
             return f"[{usable.start}, {usable.stop}) is served, and its scores do not prove it"
-    best = [it for it in profile.blocks if (it.block, it.e_map) in served[-1:]]
-    if [profile.recommended] != (best if served else [None]):
+    best = next((it for it in profile.blocks if (it.block, it.e_map) in served[-1:]), None)
+    if profile.recommended != best:
         return f"it recommends {profile.recommended}, and its scores {best}"
     return None
 
