@@ -87,7 +87,8 @@ def test_a_name_goes_with_a_copy_and_on_to_the_workers_readers():
         sender.close()
         with cache(serves=False, peers=(worker.address,)) as reader:
             eventually(lambda: reader.names.now == {BASE: "base"})
-            assert health_of(reader.status()).degraded == ()
+            # Names come with the first advert, and the peer is ready only after the last.
+            eventually(lambda: health_of(reader.status()).degraded == ())
             worker.close()
             since = f"worker {worker.address} is connecting: the peer is unreachable since "
             eventually(lambda: "".join(health_of(reader.status()).degraded).startswith(since))
