@@ -288,8 +288,9 @@ class Pulls:
         self._counts.num_bytes += staging.num_bytes
 
     def _failed(self, error: str) -> None:
+        # The peer has chosen the model's id. Who reads that a copy failed finds why.
+        self._counts.error = printable(error)
         self._counts.num_failed += 1
-        self._counts.error = printable(error)  # The peer has chosen the model's id.
         if self._log_limiter.may("pull"):
             log.warning("not all of peer %s is copied: %s", self._address, self._counts.error)
 

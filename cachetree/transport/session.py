@@ -243,7 +243,8 @@ class Session:
         """Handle a peer's Cancel. The peer gives up the fetch, or has copied all of its bytes."""
         self._stop_waiting([it for it in self._waiting if it.id == id], "cancelled")
         if (stream := self._streams.get(id)) is not None:
-            self._service.counts.fetches_by_outcome["cancelled"] += not stream.is_over
+            if not stream.is_over:
+                self._service.counts.fetches_by_outcome["cancelled"] += 1
             stream.end()
         self.tell(wire.Ended(id=id, error=Why.CANCELLED.value))
 

@@ -198,7 +198,9 @@ def test_evict_reaches_the_disk_too(run, tmp_path):
     with cache_of(worker=OBEYS, **disk) as cache:
         store(cache.tree, PAGES)
         store(cache.tree, OTHER)
-        eventually(lambda: on_disk(cache) == 96 and not cache.status().held_bytes)
+        # Two files of KV, two of E.
+        eventually(lambda: cache.status().disk.num_entries == 4 and not cache.status().held_bytes)
+        assert on_disk(cache) == 96
         freed = run("evict", cache.address, "--pages", *hexes(OTHER))["num_disk_bytes"]
         assert freed >= 32 * PAGE_TOTAL  # type: ignore[operator]
         assert on_disk(cache) == 64

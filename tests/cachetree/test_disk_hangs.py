@@ -42,23 +42,32 @@ def with_disk(path: Path) -> Iterator[tuple[Cache, SkewedClock]]:
     with Cache(FAMILY, config, clock=clock) as cache:
         for number in range(3):
             store_and_wait(cache, prompt(number))
-        eventually(lambda: not cache.tree.held_bytes)
         cache.tree.evict()
         yield cache, clock
 
 
 @contextlib.contextmanager
-def hanging(files: Sequence[Path]) -> Iterator[None]:
-    """Let reads of these files hang until the end of the `with` statement."""
+def hanging(files: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Let reads of these files hang until the end of the `with` statement. Yield those that have
+    begun."""
+    read, begun = DiskStore.read, []
+
+    def begin(*args: object) -> None:
+        begun.append(args)
+        read(*args)  # type: ignore[arg-type]
+
     for file in files:
         file.unlink()
         os.mkfifo(file)  # Opening it waits for a writer.
+    monkeypatch.setattr(DiskStore, "read", begin)
     try:
-        yield
+        yield begun
     finally:
         for file in files:
             with contextlib.suppress(FileNotFoundError):
-                os.close(os.open(file, os.O_RDWR))
+                writer = os.open(file, os.O_RDWR)
+                file.unlink()  # Before the writer goes: no later read may wait for another one.
+                os.close(writer)
 
 
 def metric(cache: Cache, name: str) -> dict[tuple[str, ...], float]:
@@ -81,13 +90,13 @@ def until_left_alone(cache: Cache, clock: SkewedClock) -> None:
     eventually(is_left_alone)
 
 
-def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path):
+def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path, monkeypatch):
     with with_disk(tmp_path) as (cache, clock):
         store_and_wait(cache, prompt(3))
         assert health_of(cache.status()).degraded == ()
-        with hanging(data_files(tmp_path)[:4]):
+        with hanging(data_files(tmp_path)[:4], monkeypatch) as begun:
             hung = [cache.fetch(WHOLE, prompt(it), Deadline.after(60)) for it in range(2)]
-            eventually(lambda: not cache._disk._reads.num_waiting)
+            eventually(lambda: len(begun) == 2)
             assert num_at(cache, prompt(2)) == 8, "left alone at once"
             until_left_alone(cache, clock)
             with pytest.raises(FetchError, match="does not answer"):
@@ -111,13 +120,14 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path):
         assert evicted(cache)[1] > PROMPT_BYTES
 
 
-def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path):
+def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path, monkeypatch):
     with with_disk(tmp_path) as (cache, clock):
-        with hanging(data_files(tmp_path)[:1]):
+        with hanging(data_files(tmp_path)[:1], monkeypatch) as begun:
             promoted: queue.SimpleQueue[object] = queue.SimpleQueue()
             cache._disk.promote(
                 MODEL, prompt(0)[-1], PARTS, Deadline.after(60), lambda: True, promoted.put
             )
+            eventually(lambda: begun)
             until_left_alone(cache, clock)
         promoted.get(timeout=5)
         assert num_at(cache, prompt(2)) == 8

@@ -218,8 +218,8 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped():
         process.send_signal(signal.SIGKILL)
         with pytest.raises(DeadlineExceeded):
             wait_all(hurried)
+        eventually(lambda: peer.state is PeerState.CONNECTING)
         assert not tree.match(pages)
-        assert peer.state is PeerState.CONNECTING
         num_landed = [staging.num_landed_bytes for staging in stagings]
         assert all(0 < num < 4 * 256 * PAGE_BYTES for num in num_landed)
 
@@ -293,6 +293,7 @@ def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next():
         whole, cancelled = new_staging(256, 60.0), new_staging(256, 60.0)
         peer.fetch(MODEL, pages, whole)
         wait_all(whole)
+        eventually(lambda: peer.link)
         assert ahead() == 0
         peer.fetch(MODEL, pages, cancelled)
         order_frame(0)

@@ -245,11 +245,13 @@ def test_queued_frames_of_a_cancelled_fetch_are_not_sent():
     fetch = a_fetch(pages=join_hashes(pages), timeout_ms=60_000)
     with worker_of(new_tree(pages)) as worker, RawPeer(worker.address) as peer:
         peer.send(fetch)
+        eventually(lambda: worker.status().num_sent_bytes)
         sent_bytes = settled(lambda: worker.status().num_sent_bytes)
-        ended = peer.ask(wire.Cancel(id=1))
+        peer.send(wire.Cancel(id=1))
+        eventually(lambda: worker.status().num_streams == 0)
+        ended = peer.receive()
         assert ended == wire.Ended(id=1, error="cancelled"), "it comes after all that was sent"
         assert sum(frame.size for frame in peer.frames) < sent_bytes
-        eventually(lambda: worker.status().num_streams == 0)
         peer.send(a_fetch(id=2))
         eventually(lambda: peer.hear() or peer.frames[-1].id == 2)
 

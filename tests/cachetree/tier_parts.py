@@ -49,9 +49,11 @@ def num_e_at(cache: Cache, pages: Sequence[PageHash], location: Location = DISK)
 
 
 def store_and_wait(cache: Cache, pages: Sequence[PageHash], location: Location = DISK) -> None:
-    """Store pages of a prompt, and wait until the location has them with their E."""
+    """Store pages of a prompt. Wait until the location has them with their E, and until the thread
+    that writes them no longer holds them in memory."""
     store(cache.tree, pages)
     eventually(lambda: num_e_at(cache, pages, location) == len(pages))
+    eventually(lambda: not cache.tree.held_bytes)
 
 
 def plan_of(location: Location, pages: Span) -> Plan:
