@@ -114,6 +114,8 @@ def test_values_that_contradict_the_scores_are_named(profile):
     unproven = replace(profile.blocks[-1], start=1)
     served = replace(profile, blocks=(unproven, *profile.blocks))
     assert "is served" in contradiction(served, profile.judged)
+    advised = replace(profile, recommended=profile.blocks[-1])
+    assert "it recommends" in contradiction(advised, profile.judged)
 
 
 def test_run_goes_on_only_if_more_contexts_could_prove_its_first_unproven_plan(profile):

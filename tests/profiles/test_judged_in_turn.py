@@ -182,9 +182,14 @@ def test_a_verdict_is_computed_again_from_the_scores(ended, folder, tmp_path):
         ("tasks", (5, *judged.tasks[1:])),
         ("tasks", (-1, *judged.tasks[1:])),
         ("tasks", ()),
+        ("tasks", (*judged.tasks, 0)),
     ):
         status, said = verified(replace(ended, judged=replace(judged, **{name: value})))
         assert status == FAILED_GATE and whole in said, (name, said)
+    full, *plans = (((), *it[1:]) for it in (judged.full_prefill, *judged.plans))
+    unasked = replace(judged, full_prefill=full, plans=tuple(plans))
+    status, said = verified(replace(ended, judged=unasked))
+    assert status == FAILED_GATE and whole in said
     status, said = verified(replace(ended, order=(99, *ended.order[1:])))
     assert status == FAILED_GATE and whole in said
     assert verified(replace(ended, judged=None))[0] == UNDECIDED

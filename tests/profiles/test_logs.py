@@ -239,7 +239,9 @@ def test_a_prompt_of_an_earlier_log_was_asked_first(tokenizer, tmp_path):
 def test_a_folder_is_read_by_the_names_of_its_files(tokenizer, tmp_path):
     """SGLang's handler renames a file after its hour. An hour without requests is no error."""
     texts = prompts(2)
-    for name, asked in (("log", texts[3:]), ("log.01", texts[:3]), ("log.00", [])):
+    hours = {"log": texts[4:], "log.01": texts[:2], "log.03": texts[3:4]}
+    hours |= {"log.02": texts[2:3], "log.00": []}
+    for name, asked in hours.items():
         lines = ["a line of the server", *(json.dumps({"prompt": it}) for it in asked)]
         (tmp_path / f"host.{name}").write_text("\n".join(lines))
     (tmp_path / "folder").mkdir()
@@ -300,7 +302,8 @@ STRAY = {
     '{"prompt": ["x", 5]}': "is no prompt of text alone",
     '{"input_ids": [5, [5]]}': "is no prompt of text alone",
     '{"input_ids": [[]]}': "is no prompt of text alone",
-    '{"input_ids": [-1]}': "has the token -1",
+    '{"input_ids": [5, -1]}': "has the token -1",
+    '{"input_ids": [5, 99999]}': "has the token 99999",
     "[" * 9000 + "{": "",
     '{"a":' * 9000: "maximum recursion depth exceeded",
 }

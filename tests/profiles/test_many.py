@@ -76,21 +76,22 @@ def test_one_command_profiles_what_can_matter_and_says_why_not_the_rest(
     status, said = many(folder, out, "--max-new", "7")
     assert status == 0, said
     assert "is of these models and data" not in said
-    assert read_measured(out / "base_to_receiver_lora.json").made.max_new == 7
+    made = read_measured(out / "base_to_receiver_lora.json").made
+    assert (made.max_new, made.e_correction) == (7, False)
 
 
 def test_a_profile_that_was_made_otherwise_is_no_profile_of_this_run():
-    settings = Settings(template="{context} {input}", metric="f1", max_new=8, group=2)
+    settings = Settings(template="{context} {input}", metric="f1", max_new=8, group=2, chat=True)
     made = changed(
         sample_profile().made,
         **{it: getattr(settings, it) for it in ("template", "metric", "max_new", "group")},
-        **{it: getattr(settings, it) for it in ("dtype", "seed", "page_size", "pruned")},
+        **{it: getattr(settings, it) for it in ("dtype", "seed", "page_size", "pruned", "chat")},
     )
     assert is_made_as(settings, made) and is_made_as(replace(settings, group=None), made)
     assert is_made_as(settings, changed(made, e_correction=False))
     assert is_made_as(replace(settings, e_correction=True), made), "an old profile does not say"
     assert not is_made_as(replace(settings, e_correction=True), changed(made, e_correction=False))
-    others = {"template": "{context}: {input}", "metric": "same", "chat": True, "max_new": 9}
+    others = {"template": "{context}: {input}", "metric": "same", "chat": False, "max_new": 9}
     others |= {"dtype": "float32", "seed": 1, "page_size": 1, "pruned": False, "group": 1}
     for name, value in (others | {"max_prompt_tokens": 99}).items():
         assert not is_made_as(replace(settings, **{name: value}), made), name

@@ -158,6 +158,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     status, said = run(*args, "--e-correction")
     assert status == 0, said
     profile = read_measured(out)
+    assert profile.made.e_correction
     corrected = [it for it in profile.frontier if it.e_map is not None]
     assert corrected, "on this pair a map stays closer to full prefill than none"
     assert any(it.e_map is None for it in profile.frontier)
