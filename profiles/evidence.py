@@ -14,6 +14,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import msgspec
 
@@ -179,14 +180,17 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     host."""
 
 
+Quality = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Qualities of the held-out answers, from which the verdict can be computed again."""
 
     tasks: tuple[int, ...]
     """Index of each judged context's task, in the order in which contexts were judged."""
-    full_prefill: tuple[tuple[float, ...], ...]
+    full_prefill: tuple[tuple[Quality, ...], ...]
     """Full prefill's qualities by context, then by question."""
-    plans: tuple[tuple[tuple[float, ...], ...], ...]
+    plans: tuple[tuple[tuple[Quality, ...], ...], ...]
     """Qualities of every plan that the gate tried, in the gate's order, for each context, then each
     question. A plan's contexts end when it was proven or hopeless."""
 

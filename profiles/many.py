@@ -39,7 +39,7 @@ from profiles.report.page import write_page
 from profiles.report.tables import Table, table
 from profiles.report.terminal import drawn
 from profiles.settings import Settings
-from profiles.splits import load_splits, logs_in
+from profiles.splits import load_fitted_on, load_splits, logs_in
 from profiles.stats.artifact import Data, data_digest
 
 PAGE: Final = "index.html"
@@ -126,13 +126,20 @@ class Many:
 
     def _made(self, planned: Planned) -> MeasuredProfile | None:
         """Return the profile of an earlier run. None if it has other models, data or settings."""
-        if not planned.settings.out.is_file():
+        settings = planned.settings
+        if not settings.out.is_file():
             return None
-        earlier, ends = read_measured(planned.settings.out), planned.settings.pair
+        earlier, ends = read_measured(settings.out), settings.pair
+        splits = self._splits[planned.wanted.receiver]
         same = (earlier.sender, earlier.receiver) == tuple(look_at(end).identity for end in ends)
-        same &= earlier.data_sha256 == data_digest(*self._splits[planned.wanted.receiver])
-        same &= earlier.tolerance == planned.settings.tolerance
-        return earlier if same and is_made_as(planned.settings, earlier.made) else None
+        same &= earlier.data_sha256 == data_digest(*splits)
+        same &= earlier.tolerance == settings.tolerance
+        fitted: set[str] = set()
+        if same and settings.fit_data:
+            reading = self._reading(planned.wanted.receiver)
+            fitted = {it.context for it in load_fitted_on(settings, *splits, *reading)}
+        same &= {*earlier.made.fitted} == fitted
+        return earlier if same and is_made_as(settings, earlier.made) else None
 
     def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
         """Load each receiver's documents. Return `wanted` with its pairs' forecasts."""

@@ -193,6 +193,13 @@ def test_a_verdict_is_computed_again_from_the_scores(ended, folder, tmp_path):
     status, said = verified(replace(ended, order=(99, *ended.order[1:])))
     assert status == FAILED_GATE and whole in said
     assert verified(replace(ended, judged=None))[0] == UNDECIDED
+    for name, value, place in (
+        ("full_prefill", ((99.0,) * 3, *judged.full_prefill[1:]), "full_prefill[0][0]"),
+        ("plans", (((-1.0,) * 3, *first[1:]), *rest), "plans[0][0][0]"),
+    ):
+        status, said = verified(replace(ended, judged=replace(judged, **{name: value})))
+        assert status == 1 and place in said and "float" in said, said
+        assert len(said.strip().splitlines()) == 1
 
 
 SCORED = [

@@ -13,10 +13,11 @@ from sample_profile import failed_profile, sample_profile
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS
 from test_profile_command import FAST, run
 
+from cachetree import ConfigError, write_profile
 from profiles.compute.measuring import judging_steps, measure
 from profiles.compute.study import HELD_OUT, REFERENCES
 from profiles.data.documents import key_of
-from profiles.data.records import read_records, write_records
+from profiles.data.records import context_digest, read_records, write_records
 from profiles.evidence import read_measured
 from profiles.forecast import endless
 from profiles.many import Outcome, is_made_as, outcome_table
@@ -76,8 +77,29 @@ def test_one_command_profiles_what_can_matter_and_says_why_not_the_rest(
     status, said = many(folder, out, "--max-new", "7")
     assert status == 0, said
     assert "is of these models and data" not in said
-    made = read_measured(out / "base_to_receiver_lora.json").made
+    profile = read_measured(out / "base_to_receiver_lora.json")
+    made = profile.made
     assert (made.max_new, made.e_correction) == (7, False)
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("it is measured again")
+
+    monkeypatch.setattr("profiles.many.profile_pair", refuse)
+    records = read_records(DATA / "train.jsonl")[12:13]
+    write_records(records, tmp_path / "fit.jsonl")
+    digest = context_digest(records[0].context)
+    again = "base → receiver_lora: it is measured again"
+    fits = "--max-new", "7", "--e-correction", "--fit-data", str(tmp_path / "fit.jsonl")
+    for fitted, more, is_kept in (
+        ((digest,), fits, True),
+        (("another",), fits, False),
+        ((digest,), fits[:3], False),
+        ((), fits[:3], True),
+    ):
+        before = changed(made, fitted=fitted, e_correction=True)
+        write_profile(changed(profile, made=before), out / "base_to_receiver_lora.json")
+        _, said = many(folder, out, *more)
+        assert (again in said.replace("\n", " ")) != is_kept, said
 
 
 def test_a_profile_that_was_made_otherwise_is_no_profile_of_this_run():
