@@ -270,7 +270,7 @@ def test_reads_beside_writes_and_evictions_are_right_or_miss(tmp_path):
             reader.start()
         rng = np.random.default_rng(99)
         num_writes = 0
-        while num_writes < 1500 or min(num_read) <= 100 and num_writes < 50_000:
+        while num_writes < 1500 or (min(num_read) <= 100 and num_writes < 50_000):
             write(store, A, f"{rng.integers(60):03}" + "f" * int(rng.integers(10)))
             assert store.status().num_bytes <= 24 << 10
             num_writes += 1
