@@ -96,6 +96,7 @@ class Many:
         if not wanted:
             reasons = {f"{it.about}: {it.why_not}" for it in self.pairs}
             raise ConfigError("no pair can be profiled: " + "; ".join(sorted(reasons)))
+        _require_own_files(wanted)
         for note in slow_dtype(dtype_of(self._settings), self._settings.devices()[0]):
             self._say(note)
         planned = self._plan(wanted)
@@ -249,6 +250,15 @@ def file_of(pair: Wanted) -> str:
     '_org_base_to_json.json'
     """
     return f"{pair.sender}_to_{pair.receiver}.json".replace("/", "_").lstrip(".")
+
+
+def _require_own_files(pairs: Iterable[Wanted]) -> None:
+    pair_of: dict[str, str] = {}
+    for it in pairs:
+        if (other := pair_of.setdefault(file_of(it), it.about)) != it.about:
+            raise ConfigError(
+                f"{other} and {it.about} would both be written to {file_of(it)}; rename a model"
+            )
 
 
 def is_made_as(settings: Settings, made: Making) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_a_profile_that_was_made_otherwise_is_no_profile_of_this_run():
     others |= {"dtype": "float32", "seed": 1, "page_size": 1, "pruned": False, "group": 1}
     for name, value in (others | {"max_prompt_tokens": 99}).items():
         assert not is_made_as(replace(settings, **{name: value}), made), name
+
+
+def test_models_whose_pairs_would_share_a_file_are_refused(folder, tmp_path):
+    base, adapter = (str(WEIGHTS / it) for it in ("foundation", "receiver_lora"))
+    tuned = {"model": base, "adapter": adapter, "data": [str(folder / "receiver_lora.jsonl")]}
+    names = {"base": {"model": base}, "org/tuned": tuned, "org_tuned": tuned}
+    (models := tmp_path / "models.yaml").write_text(json.dumps(names))
+    status, said = run("--models", str(models), "--out", str(tmp_path / "out"), *ASKED, *FAST)
+    assert status == 1 and said == (
+        "droidspeak: base → org/tuned and base → org_tuned would both be written to "
+        "base_to_org_tuned.json; rename a model\n"
+    )
 
 
 def test_without_a_pair_the_reasons_are_said_in_one_line(tmp_path):
