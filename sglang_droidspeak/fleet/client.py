@@ -17,7 +17,8 @@ _LOOK_S: Final = 0.05
 
 def ask_server(method: str, url: str, **options: Any) -> requests.Response:
     """Send a request, without the environment's proxy: a proxy cannot reach a fleet's servers."""
-    return requests.request(method, url, proxies={"no_proxy": "*"}, **options)
+    # Not by "no_proxy": `requests` would write it into the environment, which threads share.
+    return requests.request(method, url, proxies={"http": "", "https": ""}, **options)
 
 
 class Client:

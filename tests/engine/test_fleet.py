@@ -375,11 +375,15 @@ def test_a_server_is_asked_itself_whatever_proxy_there_is(tmp_path, monkeypatch,
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{servers.free_port()}")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("all_proxy", f"http://127.0.0.1:{servers.free_port()}")
+    written: list[str] = []
+    monkeypatch.setattr(type(os.environ), "__setitem__", lambda _, name, __: written.append(name))
     with Server((host, 0), Ready) as server:
         server.timeout = 5
         threading.Thread(target=server.handle_request).start()
         spec = ServerSpec(model=MODEL, host=host, port=server.server_port)
         assert spec.answers(tmp_path)
+    assert not written, "other threads read the environment"
 
 
 def test_no_two_processes_are_given_one_port(monkeypatch):
