@@ -91,7 +91,7 @@ class Answer:
         return entry
 
     def assert_equals(self, expected: Generated, tolerance: float = 2e-4) -> None:
-        assert self.ids == expected.ids
+        assert self.ids == expected.ids, self.meta.get("droidspeak")
         assert self.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
 
 
@@ -146,12 +146,16 @@ class Watcher:
         return cache
 
     def num_pages(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> int:
-        """Return the longest prefix of `tokens` that the server of `model` advertises."""
+        """Return how many leading pages of `tokens` the server of `model` advertises, with E at
+        each layer at which it has any."""
         return self._num_pages(tokens, read_model_identity(model).model_id, salt)
 
     def _num_pages(self, tokens: Sequence[int], model: ModelId, salt: str | None = None) -> int:
         matches = self._cache.match(page_hashes(tokens, salt))
-        return max((match.num_pages for match in matches if match.model == model), default=0)
+        return max(
+            (min([it.num_pages, *it.e_pages.values()]) for it in matches if it.model == model),
+            default=0,
+        )
 
     def wait_for(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> None:
         """Wait until all whole pages of `tokens` are advertised, and peers have had time to learn
