@@ -141,6 +141,7 @@ def right_in(store: DiskStore) -> list[int]:
     return [num_right(store, model, text) for model, text in TEXTS]
 
 
+@pytest.mark.long
 def test_any_byte_flipped_while_closed_hurts_only_its_entry(small, fast):
     for number, at, file in copies(small, fast / "flipped"):
         flip(file, at, at % 8)
@@ -154,6 +155,7 @@ def test_any_byte_flipped_while_closed_hurts_only_its_entry(small, fast):
             assert right_in(store) == [2, 3, 2], at
 
 
+@pytest.mark.long
 def test_any_byte_flipped_while_open_hurts_only_its_entry(small, fast):
     for number, at, file in copies(small, fast / "flipped"):
         with open_store(file.parent) as store:
@@ -166,6 +168,7 @@ def test_any_byte_flipped_while_open_hurts_only_its_entry(small, fast):
             assert store.status().counts.num_damaged_entries == num_lost
 
 
+@pytest.mark.long
 def test_a_file_cut_anywhere_hurts_only_its_entry(small, fast):
     for number, size, file in copies(small, fast / "cut"):
         os.truncate(file, size)

@@ -219,6 +219,7 @@ def test_many_bits_of_every_frame(fault, frames, nothing_stays):
         strike_all(strikes, first_seed=1000 * (number + 1))
 
 
+@pytest.mark.long
 def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays):
     with proxied(new_tree(PAGES)) as (worker, proxy, cache):
         assert fetch(cache, proxy.address) is None  # Now both of its connections are there.

@@ -125,6 +125,7 @@ def metered_worker() -> Iterator[MeteredWorker]:
             process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [Fault.THROTTLE, Fault.STALL])
 def test_a_slow_receiver_takes_no_memory(fault):
     """Bytes that the kernel does not accept stay in the arena, without a copy."""

@@ -332,6 +332,7 @@ class Walk:
             assert distances is not None and not any(distances), "sketches are of what is served"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_no_kv_has_the_name_of_other_weights(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(weights_module, "user_cache", lambda: None)
