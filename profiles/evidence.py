@@ -14,13 +14,12 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import msgspec
 
 from cachetree import PairProfile, Span
 from cachetree.planning import EMap, LayerTimes, Line, WrittenBlock, read_profile_as
-from profiles.data.metrics import Metric
+from profiles.data.metrics import Metric, Quality
 from profiles.data.tasks import TaskOptions
 
 
@@ -178,9 +177,6 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     ttft_s: float
     """TTFT that the cost model predicts at the split's mean lengths, with KV and E loaded from the
     host."""
-
-
-Quality = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):

@@ -130,17 +130,24 @@ class Many:
         settings = planned.settings
         if not settings.out.is_file():
             return None
-        earlier, ends = read_measured(settings.out), settings.pair
-        splits = self._splits[planned.wanted.receiver]
-        same = (earlier.sender, earlier.receiver) == tuple(look_at(end).identity for end in ends)
-        same &= earlier.data_sha256 == data_digest(*splits)
-        same &= earlier.tolerance == settings.tolerance
-        fitted: set[str] = set()
-        if same and settings.fit_data:
-            reading = self._reading(planned.wanted.receiver)
-            fitted = {it.context for it in load_fitted_on(settings, *splits, *reading)}
-        same &= {*earlier.made.fitted} == fitted
-        return earlier if same and is_made_as(settings, earlier.made) else None
+        earlier = read_measured(settings.out)
+        models = tuple(look_at(end).identity for end in settings.pair)
+        is_same = (
+            (earlier.sender, earlier.receiver) == models
+            and earlier.data_sha256 == data_digest(*self._splits[planned.wanted.receiver])
+            and earlier.tolerance == settings.tolerance
+            and is_made_as(settings, earlier.made)
+            and {*earlier.made.fitted} == self._fitted_on(planned)
+        )
+        return earlier if is_same else None
+
+    def _fitted_on(self, planned: Planned) -> set[str]:
+        """Return the digests of the contexts of `--fit-data` on which maps would be fitted."""
+        settings, receiver = planned.settings, planned.wanted.receiver
+        if not settings.fit_data:
+            return set()
+        splits, reading = self._splits[receiver], self._reading(receiver)
+        return {it.context for it in load_fitted_on(settings, *splits, *reading)}
 
     def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
         """Load each receiver's documents. Return `wanted` with its pairs' forecasts."""
@@ -254,11 +261,10 @@ def file_of(pair: Wanted) -> str:
 
 def _require_own_files(pairs: Iterable[Wanted]) -> None:
     pair_of: dict[str, str] = {}
-    for it in pairs:
-        if (other := pair_of.setdefault(file_of(it), it.about)) != it.about:
-            raise ConfigError(
-                f"{other} and {it.about} would both be written to {file_of(it)}; rename a model"
-            )
+    for pair in pairs:
+        file, name = file_of(pair), pair.about
+        if (other := pair_of.setdefault(file, name)) != name:
+            raise ConfigError(f"{other} and {name} would both be written to {file}; rename a model")
 
 
 def is_made_as(settings: Settings, made: Making) -> bool:

@@ -25,8 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 from rapidfuzz import fuzz
 from rapidfuzz.distance import LCSseq
 
@@ -41,6 +42,10 @@ _NUMBER: Final = re.compile(r"((?<!\w)-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 _DIGITS: Final = re.compile(r"\d+")
 _PARAGRAPH: Final = re.compile(r"Paragraph (\d+)")
 _ANSWER_MARK: Final = "####"
+
+
+Quality = Annotated[float, msgspec.Meta(ge=0, le=1)]
+"""Quality of an answer. A file with another number is refused when it is read."""
 
 
 class Metric(StrEnum):
